@@ -1,0 +1,1 @@
+"""tsattn: query-aware page selection for long-context decoding over a paged KV cache."""
