@@ -1,1 +1,38 @@
 """tsattn: query-aware page selection for long-context decoding over a paged KV cache."""
+
+from tsattn.cache import PagedKVCache, PoolExhausted
+from tsattn.config import SparseConfig
+from tsattn.flash import sparse_attn_with_kvcache
+from tsattn.library import last_path, path_counts, reset_path_counts
+from tsattn.ops import (
+    append_kv,
+    attend_pages,
+    dense_decode,
+    merge_states,
+    rebuild_page_stats,
+    score_pages,
+    select_pages,
+    sparse_decode,
+)
+from tsattn.selection import PageSelection
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "PageSelection",
+    "PagedKVCache",
+    "PoolExhausted",
+    "SparseConfig",
+    "append_kv",
+    "attend_pages",
+    "dense_decode",
+    "last_path",
+    "merge_states",
+    "path_counts",
+    "rebuild_page_stats",
+    "reset_path_counts",
+    "score_pages",
+    "select_pages",
+    "sparse_attn_with_kvcache",
+    "sparse_decode",
+]

@@ -1,0 +1,86 @@
+"""Validation of what tensors hold, on CPU tensors only: looking costs no synchronisation there.
+
+On a GPU the kernels skip a page with an impossible id instead, so no memory outside the cache is touched either way.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tsattn.selection import PageSelection
+
+
+def _range(values: Tensor) -> tuple[int, int]:
+    low, high = torch.aminmax(values)
+    return int(low), int(high)
+
+
+def lengths(seq_lens: Tensor, capacity: int) -> None:
+    """Lengths are not negative and fit the page table."""
+    if seq_lens.device.type != "cpu" or seq_lens.numel() == 0:
+        return
+    low, high = _range(seq_lens)
+    if low < 0 or high > capacity:
+        raise ValueError(f"seq_lens must be in 0..N*S = {capacity}, got values from {low} to {high}")
+
+
+def _pages(cells: Tensor, row: int, num_pages: int) -> None:
+    low, high = _range(cells)
+    if low < 0 or high >= num_pages:
+        bad = low if low < 0 else high
+        raise ValueError(f"page_table row {row} names page {bad}, but the pool has pages 0..{num_pages - 1}")
+
+
+def table(page_table: Tensor, seq_lens: Tensor, page_size: int, num_pages: int, window: int | None = None) -> None:
+    """Lengths fit the table, and the cells that will be read name pages of the pool."""
+    if page_table.device.type != "cpu" or page_table.shape[0] == 0:
+        return
+    lengths(seq_lens, page_table.shape[1] * page_size)
+    for r, length in enumerate(seq_lens.tolist()):
+        first = 0 if window is None else max(0, length - window) // page_size
+        cells = page_table[r, first : -(-length // page_size)]
+        if cells.numel():
+            _pages(cells, r, num_pages)
+
+
+def selected(
+    page_table: Tensor, seq_lens: Tensor, chosen: PageSelection, page_size: int, num_pages: int, window: int | None
+) -> None:
+    """As :func:`table`, for the selected pages only (the others may be freed), and counts lie within the lists."""
+    ids, counts = chosen
+    if page_table.device.type != "cpu" or counts.numel() == 0:
+        return
+    lengths(seq_lens, page_table.shape[1] * page_size)
+    low, high = _range(counts)
+    if low < 0 or high > ids.shape[2]:
+        raise ValueError(f"selection.page_counts must be in 0..K = {ids.shape[2]}, got values from {low} to {high}")
+    ends = seq_lens.long()[:, None, None]
+    pages = (ends + page_size - 1) // page_size
+    first = torch.zeros_like(ends) if window is None else (ends - window).clamp_min(0) // page_size
+    read = (ids >= first) & (ids < pages) & (torch.arange(ids.shape[2]) < counts[..., None])
+    for r in range(ids.shape[0]):
+        cells = page_table[r].long()[ids[r][read[r]].long()]
+        if cells.numel():
+            _pages(cells, r, num_pages)
+
+
+def slots(slot_mapping: Tensor, num_slots: int) -> None:
+    """Every slot is -1 or lies in the pool."""
+    if slot_mapping.device.type != "cpu" or slot_mapping.numel() == 0:
+        return
+    low, high = _range(slot_mapping)
+    if low < -1 or high >= num_slots:
+        raise ValueError(f"slot_mapping must be -1 or in 0..{num_slots - 1}, got values from {low} to {high}")
+
+
+def scale(name: str, value: Tensor | None) -> None:
+    """A dequantisation scale is finite and positive."""
+    if value is not None and value.device.type == "cpu" and not bool((value.isfinite() & (value > 0)).all()):
+        raise ValueError(f"{name} must be finite and positive, got {value.tolist()}")
+
+
+def box(value: Tensor | None) -> None:
+    """A box scale per KV head is finite and not negative."""
+    if value is not None and value.device.type == "cpu" and not bool((value.isfinite() & (value >= 0)).all()):
+        raise ValueError(f"box_scale must be finite and >= 0, got {value.tolist()}")

@@ -1,0 +1,509 @@
+"""The public ops: check, choose the implementation, call.
+
+All options are keyword-only. ``impl`` is "auto" (Triton on a GPU, the PyTorch path elsewhere), "triton", "torch" or
+"reference"; an explicit request that can't be served raises. Letters: R rows (one per query token), HQ query heads, HKV KV
+heads, S page size, D head dim, N width of the page table, M vectors per page, K pages per list.
+"""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tsattn import checks, library
+from tsattn.certificate import unread_mass_bound
+from tsattn.config import SparseConfig
+from tsattn.selection import PageSelection
+
+_RESULT_FIELDS = ("out", "lse", "selection", "bound")
+_RESULTS = {
+    asked: namedtuple("SparseDecodeResult", ["out", *(f for f, a in zip(_RESULT_FIELDS[1:], asked, strict=True) if a)])
+    for asked in product((False, True), repeat=3)
+}
+
+
+def append_kv(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_stats: Tensor,
+    slot_mapping: Tensor,
+    *,
+    kind: str,
+    k_scale: float | Tensor | None = None,
+    v_scale: float | Tensor | None = None,
+    impl: str = "auto",
+) -> None:
+    """Write new keys and values into the cache and update the statistics of the pages they touch.
+
+    Parameters
+    ----------
+    k, v : torch.Tensor
+        [T, HKV, D], after RoPE, channels contiguous. The cache's dtype, or any float dtype for a quantised cache.
+    k_cache, v_cache : torch.Tensor
+        [num_pages, S, HKV, D], any strides with contiguous channels. fp32, fp16, bf16, int8 or float8_e4m3fn.
+    page_stats : torch.Tensor
+        [num_pages, HKV, M, D] fp32, fp16 or bf16, (M, D) contiguous.
+    slot_mapping : torch.Tensor
+        [T] int64 (or int32): ``page * S + slot`` of each token, -1 skips it. Any order; of several tokens with one slot
+        the last counts.
+    kind : str
+        What the statistics are, see :mod:`tsattn.summaries`.
+    k_scale, v_scale : float or torch.Tensor, optional
+        Dequantisation scale of a quantised cache, one number or fp32 [HKV].
+    impl : str
+        "auto", "triton", "torch" or "reference".
+
+    Notes
+    -----
+    A page ends at the last slot that the call writes; its statistics are computed again from the cache up to there. So they
+    don't depend on how tokens were split into calls, and nothing of a rolled-back or recycled page remains.
+
+    Raises
+    ------
+    ValueError, TypeError
+        Before anything is written.
+    """
+    checks.append(k, v, k_cache, v_cache, page_stats, slot_mapping, kind)
+    scales = checks.scale_of("k_scale", k_scale, k_cache), checks.scale_of("v_scale", v_scale, v_cache)
+    impl = library.choose_impl(impl, k.device)
+    library.append_kv(k, v, k_cache, v_cache, page_stats, slot_mapping, kind, *scales, impl)
+
+
+def rebuild_page_stats(
+    k_cache: Tensor,
+    page_stats: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    *,
+    kind: str,
+    k_scale: float | Tensor | None = None,
+    impl: str = "auto",
+) -> None:
+    """Compute the statistics of all pages of all rows from the cache.
+
+    For a cache that was filled by other means (restore, copy-on-write, roll-back, another engine's layout). A page that
+    several rows share takes the longest fill.
+
+    Parameters
+    ----------
+    k_cache, page_stats, kind, k_scale, impl
+        As in :func:`append_kv`.
+    page_table : torch.Tensor
+        [R, N] int32 or int64, logical to physical page; a cell behind a row's last page is never read.
+    seq_lens : torch.Tensor
+        [R] int32 or int64, tokens in the cache.
+    """
+    checks.rebuild(k_cache, page_stats, page_table, seq_lens, kind)
+    scale = checks.scale_of("k_scale", k_scale, k_cache)
+    impl = library.choose_impl(impl, k_cache.device)
+    library.rebuild_page_stats(k_cache, page_stats, page_table, seq_lens, kind, scale, impl)
+
+
+def score_pages(
+    q: Tensor,
+    page_stats: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    *,
+    page_size: int,
+    kind: str,
+    box_scale: float | Tensor = 1.0,
+    softmax_scale: float | None = None,
+    group_reduce: str = "max",
+    out: Tensor | None = None,
+    impl: str = "auto",
+) -> Tensor:
+    """Score every page of every row from the page statistics.
+
+    Parameters
+    ----------
+    q : torch.Tensor
+        [R, HQ, D], after RoPE, channels contiguous.
+    page_stats, page_table, seq_lens, kind, impl
+        As in :func:`append_kv` and :func:`rebuild_page_stats`.
+    page_size : int
+        S.
+    box_scale : float or torch.Tensor
+        X of kind "minmax", one number or fp32 [HKV]. 1 is the upper bound.
+    softmax_scale : float, optional
+        Default 1/sqrt(D).
+    group_reduce : {"max", "sum", "softmax", "mix", "none"}
+        How the G = HQ/HKV query heads of a KV head are joined. "softmax" adds up each head's softmax over the row's pages.
+        "mix" interleaves the orders of "max" and "softmax", best of each first; its scores are negated places, not logits.
+        "none" keeps the query heads apart.
+    out : torch.Tensor, optional
+        [R, H, N] fp32 to write into.
+
+    Returns
+    -------
+    torch.Tensor
+        [R, HKV, N] fp32 ([R, HQ, N] for "none"), in units of scaled logits for "max", "sum" and "none"; -inf behind a row's
+        last page; +inf for a page whose score is NaN or +inf.
+
+    Notes
+    -----
+    minmax: ``a * (q.c + X * |q|.w)``, c and w the middle and half range of the page's keys per channel, a the softmax scale.
+    means: ``logsumexp_j(a * q.m_j) - log(parts)``. meanvar: ``a * q.mean + a^2/2 * (q*q).var``.
+    """
+    checks.score(
+        q,
+        page_stats,
+        page_table,
+        seq_lens,
+        out,
+        page_size=page_size,
+        kind=kind,
+        box_scale=box_scale,
+        group_reduce=group_reduce,
+    )
+    scale = checks.softmax_scale_of(softmax_scale, q.shape[2])
+    heads = q.shape[1] if group_reduce == "none" else page_stats.shape[1]
+    if out is None:
+        out = torch.empty((q.shape[0], heads, page_table.shape[1]), dtype=torch.float32, device=q.device)
+    box, boxes = (1.0, box_scale) if isinstance(box_scale, Tensor) else (float(box_scale), None)
+    impl = library.choose_impl(impl, q.device)
+    library.score_pages(q, page_stats, page_table, seq_lens, out, page_size, kind, box, boxes, scale, group_reduce, impl)
+    return out
+
+
+def select_pages(
+    scores: Tensor,
+    seq_lens: Tensor,
+    *,
+    page_size: int,
+    budget: int | Tensor | None = None,
+    top_p: float | None = None,
+    sink_pages: int = 1,
+    recent_pages: int = 1,
+    out: PageSelection | None = None,
+    impl: str = "auto",
+) -> PageSelection:
+    """Choose the best pages of every list, exactly.
+
+    Parameters
+    ----------
+    scores : torch.Tensor
+        [R, H, N] fp32. Entries behind a row's last page are not read; NaN counts as +inf.
+    seq_lens : torch.Tensor
+        [R] int32 or int64.
+    page_size : int
+        S.
+    budget : int or torch.Tensor, optional
+        Tokens per list: one number, or int32 [R]. K = ceil(budget / S) pages are kept, forced pages included. None: no
+        limit but N (or the width of ``out``).
+    top_p : float, optional
+        Keep the smallest set of best pages whose share of the row's sum of exp(score) reaches ``top_p``, within the budget
+        and never without the forced pages.
+    sink_pages, recent_pages : int
+        The first and the last pages are kept whatever their score; if they don't fit in K, the newest win.
+    out : PageSelection, optional
+        Buffers to write into; their width is K where ``budget`` is not an int.
+
+    Returns
+    -------
+    PageSelection
+        ``page_ids`` [R, H, K] int32, ascending logical ids, then -1; ``page_counts`` [R, H] int32. K is ceil(budget / S)
+        for an int budget, else N.
+
+    Notes
+    -----
+    Order: score descending, then logical page ascending; -0 equals +0. The result depends on no placement, batch or device.
+    """
+    checks.select(
+        scores,
+        seq_lens,
+        out,
+        page_size=page_size,
+        budget=budget,
+        top_p=top_p,
+        sink_pages=sink_pages,
+        recent_pages=recent_pages,
+    )
+    rows, heads, width = scores.shape
+    kept = -(-budget // page_size) if isinstance(budget, int) else width
+    if out is None:
+        ids = torch.empty((rows, heads, kept), dtype=torch.int32, device=scores.device)
+        out = PageSelection(ids, torch.empty((rows, heads), dtype=torch.int32, device=scores.device))
+    elif isinstance(budget, int) and out.page_ids.shape[2] != kept:
+        raise ValueError(f"out.page_ids must have K = ceil(budget / page_size) = {kept}, got {out.page_ids.shape[2]}")
+    budgets = budget if isinstance(budget, Tensor) else None
+    impl = library.choose_impl(impl, scores.device)
+    library.select_pages(
+        scores, seq_lens, out.page_ids, out.page_counts, page_size, budgets, top_p, sink_pages, recent_pages, impl
+    )
+    return out
+
+
+def _attend(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    selection: PageSelection | None,
+    softmax_scale: float | None,
+    softcap: float,
+    sinks: Tensor | None,
+    window: int | None,
+    k_scale: float | Tensor | None,
+    v_scale: float | Tensor | None,
+    out: Tensor | None,
+    impl: str,
+) -> tuple[Tensor, Tensor]:
+    checks.attend(q, k_cache, v_cache, page_table, seq_lens, selection, out, softcap=softcap, sinks=sinks, window=window)
+    scales = checks.scale_of("k_scale", k_scale, k_cache), checks.scale_of("v_scale", v_scale, v_cache)
+    scale = checks.softmax_scale_of(softmax_scale, q.shape[2])
+    impl = library.choose_impl(impl, q.device)
+    if out is None:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    ids, counts = (None, None) if selection is None else selection
+    library.attend_pages(
+        q,
+        k_cache,
+        v_cache,
+        page_table,
+        seq_lens,
+        ids,
+        counts,
+        out,
+        lse,
+        scale,
+        float(softcap),
+        sinks,
+        window,
+        *scales,
+        impl,
+    )
+    return out, lse
+
+
+def attend_pages(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    selection: PageSelection,
+    *,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    window: int | None = None,
+    k_scale: float | Tensor | None = None,
+    v_scale: float | Tensor | None = None,
+    return_lse: bool = False,
+    out: Tensor | None = None,
+    impl: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Softmax attention over the tokens of the selected pages.
+
+    Parameters
+    ----------
+    q : torch.Tensor
+        [R, HQ, D], after RoPE, channels contiguous.
+    k_cache, v_cache, page_table, seq_lens, k_scale, v_scale, impl
+        As in :func:`append_kv` and :func:`rebuild_page_stats`; ``seq_lens`` counts the current token.
+    selection : PageSelection
+        Lists per KV head, [R, HKV, K], or per query head, [R, HQ, K].
+    softmax_scale : float, optional
+        Default 1/sqrt(D).
+    softcap : float
+        c > 0: ``c * tanh(logit / c)`` after the scale and before the mask.
+    sinks : torch.Tensor, optional
+        [HQ] logits that only enlarge the denominator; the LSE includes them.
+    window : int, optional
+        w: the query at position p sees positions above p - w (Hugging Face's convention: w keys with its own).
+    return_lse : bool
+        Also return the natural log of the sum of exp(logit), [R, HQ] fp32.
+    out : torch.Tensor, optional
+        [R, HQ, D] to write into.
+
+    Returns
+    -------
+    torch.Tensor, or (out, lse)
+        [R, HQ, D] in q's dtype. A row that sees no token has output 0 and LSE -inf.
+    """
+    result = _attend(
+        q,
+        k_cache,
+        v_cache,
+        page_table,
+        seq_lens,
+        selection,
+        softmax_scale,
+        softcap,
+        sinks,
+        window,
+        k_scale,
+        v_scale,
+        out,
+        impl,
+    )
+    return result if return_lse else result[0]
+
+
+def dense_decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    *,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    window: int | None = None,
+    k_scale: float | Tensor | None = None,
+    v_scale: float | Tensor | None = None,
+    return_lse: bool = False,
+    out: Tensor | None = None,
+    impl: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention over all pages of every row: the baseline, and what a covering budget gives bit for bit.
+
+    Parameters and results are those of :func:`attend_pages` without the selection.
+    """
+    result = _attend(
+        q,
+        k_cache,
+        v_cache,
+        page_table,
+        seq_lens,
+        None,
+        softmax_scale,
+        softcap,
+        sinks,
+        window,
+        k_scale,
+        v_scale,
+        out,
+        impl,
+    )
+    return result if return_lse else result[0]
+
+
+def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, *, impl: str = "auto") -> tuple[Tensor, Tensor]:
+    """Join two attention results of the same queries over disjoint tokens.
+
+    Parameters
+    ----------
+    out_a, out_b : torch.Tensor
+        [R, HQ, D].
+    lse_a, lse_b : torch.Tensor
+        [R, HQ] fp32, natural log. -inf is the empty state: it changes no bit of the other; two of them give (0, -inf).
+
+    Returns
+    -------
+    out, lse : torch.Tensor
+    """
+    checks.merge(out_a, lse_a, out_b, lse_b)
+    out, lse = (
+        torch.empty_like(out_a, memory_format=torch.contiguous_format),
+        torch.empty(lse_a.shape, dtype=torch.float32, device=lse_a.device),
+    )
+    library.merge_states(out_a, lse_a, out_b, lse_b, out, lse, library.choose_impl(impl, out_a.device))
+    return out, lse
+
+
+def _budget(config: SparseConfig, seq_lens: Tensor, width: int) -> tuple[int, Tensor | None]:
+    """List width K and, where short rows keep everything, a budget per row."""
+    kept = config.pages_kept
+    if config.min_seq_len <= config.token_budget:
+        return min(kept, width), None
+    all_tokens = width * config.page_size
+    budgets = torch.where(seq_lens < config.min_seq_len, all_tokens, config.token_budget).to(torch.int32)
+    return min(max(kept, -(-(config.min_seq_len - 1) // config.page_size)), width), budgets
+
+
+def sparse_decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_stats: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    *,
+    config: SparseConfig,
+    softmax_scale: float | None = None,
+    k_scale: float | Tensor | None = None,
+    v_scale: float | Tensor | None = None,
+    return_lse: bool = False,
+    return_selection: bool = False,
+    return_bound: bool = False,
+    out: Tensor | None = None,
+    impl: str = "auto",
+) -> Any:
+    """One decode step: score the pages, select the best, attend to them.
+
+    Parameters
+    ----------
+    q, k_cache, v_cache, page_table, seq_lens, softmax_scale, k_scale, v_scale, out, impl
+        As in :func:`attend_pages`.
+    page_stats : torch.Tensor
+        [num_pages, HKV, M, D], kept up to date by :func:`append_kv`, of ``config.kind``.
+    config : SparseConfig
+        What to keep.
+    return_lse, return_selection, return_bound : bool
+        Also return the LSE [R, HQ]; the :class:`PageSelection`; and, with min/max statistics, an upper bound [R, HQ] on the
+        attention mass of dense attention that lies on pages that were not read.
+
+    Returns
+    -------
+    torch.Tensor or named tuple
+        The output [R, HQ, D], or a named tuple with the fields asked for, in the order out, lse, selection, bound.
+
+    Notes
+    -----
+    A row with at most ``config.token_budget`` tokens keeps all its pages and gives the bits of :func:`dense_decode`.
+    """
+    checks.decode(q, k_cache, page_stats, config.page_size, config.kind, config.vectors)
+    if return_bound and config.kind != "minmax":
+        raise ValueError(f"return_bound needs min/max statistics (kind 'minmax'), config.kind is {config.kind!r}")
+    checks.attend(q, k_cache, v_cache, page_table, seq_lens, None, out, softcap=0.0, sinks=None, window=None)
+    scales = checks.scale_of("k_scale", k_scale, k_cache), checks.scale_of("v_scale", v_scale, v_cache)
+    scores = score_pages(
+        q,
+        page_stats,
+        page_table,
+        seq_lens,
+        page_size=config.page_size,
+        kind=config.kind,
+        box_scale=config.box_scale,
+        softmax_scale=softmax_scale,
+        group_reduce=config.group_reduce,
+        impl=impl,
+    )
+    kept, budgets = _budget(config, seq_lens, page_table.shape[1])
+    buffers = PageSelection(
+        torch.empty((*scores.shape[:2], kept), dtype=torch.int32, device=q.device),
+        torch.empty(scores.shape[:2], dtype=torch.int32, device=q.device),
+    )
+    selection = select_pages(
+        scores,
+        seq_lens,
+        page_size=config.page_size,
+        budget=budgets,
+        sink_pages=config.sink_pages,
+        recent_pages=config.recent_pages,
+        out=buffers,
+        impl=impl,
+    )
+    out, lse = _attend(q, k_cache, v_cache, page_table, seq_lens, selection, softmax_scale, 0.0, None, None, *scales, out, impl)
+    if not (return_lse or return_selection or return_bound):
+        return out
+    extras: list[Any] = []
+    if return_lse:
+        extras.append(lse)
+    if return_selection:
+        extras.append(selection)
+    if return_bound:
+        scale = checks.softmax_scale_of(softmax_scale, q.shape[2])
+        extras.append(unread_mass_bound(q, page_stats, page_table, seq_lens, selection, lse, config.page_size, scale))
+    return _RESULTS[return_lse, return_selection, return_bound](out, *extras)

@@ -1,0 +1,89 @@
+"""score: an estimate, or a bound, of how much each page matters to each query."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from tsattn.summaries import SUMMARIES, parts_of_full_page, sub_page_slots
+
+
+def _head_scores(
+    q: Tensor, stats: Tensor, length: int, page_size: int, kind: str, box_scale: float | Tensor, scale: float
+) -> Tensor:
+    """Scores of one row per query head, [HKV, G, P] fp64; q [HKV, G, D], stats [P, HKV, M, D]."""
+    summary = SUMMARIES[kind]
+    num_pages, _, m, _ = stats.shape
+    if isinstance(box_scale, Tensor):
+        box_scale = box_scale.double()[:, None, None]
+    coefficients = summary.coefficients(q.double(), m, scale, box_scale)  # [HKV, G, M, D]
+    products = scale * torch.einsum("hgmd,phmd->hgpm", coefficients, stats.double())
+    if summary.combine == "sum":
+        scores = products.sum(dim=-1)
+    else:
+        starts = torch.arange(num_pages, device=q.device)[:, None] * page_size
+        starts = starts + torch.arange(m, device=q.device) * sub_page_slots(page_size, m)  # [P, M]
+        inside = torch.arange(m, device=q.device) * sub_page_slots(page_size, m) < page_size
+        products = torch.where((starts < length) & inside, products, -math.inf)
+        scores = torch.logsumexp(products, dim=-1) - math.log(parts_of_full_page(page_size, m))
+    return torch.where(scores.isnan(), math.inf, scores)
+
+
+def _page_softmax(scores: Tensor) -> Tensor:
+    """Softmax over the pages [..., P]; unbounded pages (+inf) keep +inf and take no weight from the others."""
+    unbounded = scores == math.inf
+    finite = torch.where(unbounded, -math.inf, scores)
+    top = finite.amax(dim=-1, keepdim=True)
+    weights = torch.where(finite == -math.inf, 0.0, (finite - top).exp())
+    total = weights.sum(dim=-1, keepdim=True)
+    share = torch.where(total > 0, weights / total, 0.0)
+    return torch.where(unbounded, math.inf, share)
+
+
+def _ranks(scores: Tensor) -> Tensor:
+    """0-based position of every page in the order (score descending, page ascending)."""
+    return scores.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
+
+
+def reduce_group(scores: Tensor, group_reduce: str) -> Tensor:
+    """Join the scores of the G query heads of a KV head, [HKV, G, P] -> [HKV, P] ("none": [HKV * G, P])."""
+    if group_reduce == "none":
+        return scores.flatten(0, 1)
+    if group_reduce == "max":
+        return scores.amax(dim=1)
+    if group_reduce == "sum":
+        return torch.where((scores == math.inf).any(dim=1), math.inf, scores.sum(dim=1))
+    shares = _page_softmax(scores).sum(dim=1)
+    if group_reduce == "softmax":
+        return shares
+    best = scores.amax(dim=1)
+    order = torch.minimum(2 * _ranks(best), 2 * _ranks(shares) + 1)
+    return torch.where(best == math.inf, math.inf, -order.to(scores.dtype))
+
+
+def score_pages(
+    q: Tensor,
+    page_stats: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    scores: Tensor,
+    *,
+    page_size: int,
+    kind: str,
+    box_scale: float | Tensor,
+    softmax_scale: float,
+    group_reduce: str,
+) -> None:
+    """Score the pages of every row; ``scores`` [R, H, N] gets -inf behind a row's last page."""
+    heads_kv = page_stats.shape[1]
+    scores.fill_(-math.inf)
+    for r, length in enumerate(seq_lens.tolist()):
+        num_pages = -(-length // page_size)
+        if num_pages == 0:
+            continue
+        stats = page_stats[page_table[r, :num_pages].long()]
+        grouped = q[r].reshape(heads_kv, -1, q.shape[2])  # [HKV, G, D]
+        per_head = _head_scores(grouped, stats, length, page_size, kind, box_scale, softmax_scale)
+        scores[r, :, :num_pages] = reduce_group(per_head, group_reduce).to(scores.dtype)

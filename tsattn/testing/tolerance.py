@@ -1,0 +1,114 @@
+"""The one judge of closeness.
+
+A result is judged by its error against fp64, and that error by the error which the same computation makes in plain PyTorch in
+the low precision (the yardstick): at most ``FACTOR`` times as large, or ``FLOOR_STEPS`` rounding steps of the result's dtype.
+So a bound follows from the data and needs no literal in any test. Infinities and NaN must stand in the same places.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+FACTOR = 4.0
+FLOOR_STEPS = 4.0
+
+
+def _finite_error(actual: Tensor, exact: Tensor) -> float:
+    finite = exact.isfinite() & actual.isfinite()
+    return float((actual.double() - exact.double())[finite].abs().max()) if bool(finite.any()) else 0.0
+
+
+def assert_close(actual: Tensor, exact: Tensor, yardstick: Tensor | None = None, *, what: str = "result") -> None:
+    """Judge ``actual`` against ``exact`` (fp64).
+
+    Parameters
+    ----------
+    actual, exact : torch.Tensor
+        Of one shape.
+    yardstick : torch.Tensor, optional
+        The same quantity from plain PyTorch in the precision of the inputs. None leaves only the rounding steps.
+    what : str
+        Names the quantity in the message.
+
+    Raises
+    ------
+    AssertionError
+    """
+    if actual.shape != exact.shape:
+        raise AssertionError(f"{what}: shape {tuple(actual.shape)}, expected {tuple(exact.shape)}")
+    for name, special in (("NaN", torch.isnan), ("infinite", torch.isinf)):
+        here, there = special(actual), special(exact)
+        if not torch.equal(here, there):
+            place = (here != there).nonzero()[0].tolist()
+            raise AssertionError(
+                f"{what}: {name} values differ, first at {place}: {actual[tuple(place)]} for {exact[tuple(place)]}"
+            )
+    infinite = torch.isinf(exact)
+    if not torch.equal(actual.double()[infinite], exact.double()[infinite]):
+        raise AssertionError(f"{what}: infinities of other sign")
+    finite = exact[exact.isfinite()]
+    largest = float(finite.abs().max()) if finite.numel() else 0.0
+    allowed = FLOOR_STEPS * torch.finfo(actual.dtype).eps * max(largest, torch.finfo(actual.dtype).tiny)
+    if yardstick is not None:
+        allowed = max(allowed, FACTOR * _finite_error(yardstick, exact))
+    error = _finite_error(actual, exact)
+    if not error <= allowed:
+        raise AssertionError(f"{what}: error {error:.3g} against fp64, allowed {allowed:.3g} (largest value {largest:.3g})")
+
+
+def plain_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """The yardstick: attention of heads [G, D] over tokens [T, D] in q's dtype, softmax in fp32; out [G, D], lse [G]."""
+    logits = (q @ k.to(q.dtype).T).float() * scale
+    weights = torch.softmax(logits, dim=-1).to(q.dtype)
+    return weights @ v.to(q.dtype), torch.logsumexp(logits, dim=-1)
+
+
+def assert_attention(
+    out: Tensor, lse: Tensor | None, q: Tensor, keys: Tensor, values: Tensor, scale: float | None = None, what: str = ""
+) -> None:
+    """Judge attention of G heads over an explicit list of tokens.
+
+    Parameters
+    ----------
+    out, lse : torch.Tensor
+        [G, D] and [G], the result.
+    q : torch.Tensor
+        [G, D].
+    keys, values : torch.Tensor
+        [T, D], the tokens that the result should have read, dequantised. T = 0 is the empty state.
+    scale : float, optional
+        Default 1/sqrt(D).
+    """
+    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
+    if keys.shape[0] == 0:
+        if bool(out.any()) or (lse is not None and not bool((lse == -math.inf).all())):
+            raise AssertionError(f"{what}: an empty row must give output 0 and LSE -inf, got {out.flatten()[:4]} and {lse}")
+        return
+    logits = (q.double() @ keys.double().T) * scale
+    exact_lse = torch.logsumexp(logits, dim=-1)
+    exact_out = torch.softmax(logits, dim=-1) @ values.double()
+    yard_out, yard_lse = plain_attention(q, keys, values, scale)
+    assert_close(out, exact_out, yard_out, what=f"{what} out")
+    if lse is not None:
+        assert_close(lse, exact_lse, yard_lse, what=f"{what} lse")
+
+
+def assert_same_bits(actual: Tensor, expected: Tensor, what: str = "result") -> None:
+    """Bit-identical, NaN included; -0 differs from +0."""
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
+        raise AssertionError(f"{what}: {actual.dtype} {tuple(actual.shape)}, expected {expected.dtype} {tuple(expected.shape)}")
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    bits = integers[actual.element_size()]
+    here, there = actual.contiguous().view(bits), expected.contiguous().view(bits)
+    if actual.is_floating_point():
+        both_nan = actual.isnan() & expected.isnan()
+        here, there = here.masked_fill(both_nan, 0), there.masked_fill(both_nan, 0)
+    if not torch.equal(here, there):
+        differ = (here != there).nonzero()
+        place = tuple(differ[0].tolist())
+        raise AssertionError(
+            f"{what}: {len(differ)} values differ, first at {list(place)}: {actual[place]} for {expected[place]}"
+        )

@@ -1,0 +1,78 @@
+"""append: write new keys and values, recompute the statistics of the pages they touch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tsattn.quantisation import dequantise, quantise
+from tsattn.summaries import SUMMARIES, store_statistics
+from tsattn.torch_path.gather import as_bytes_if_fp8
+
+PAGES_AT_ONCE = 1024
+"""Pages whose keys are held in fp32 (and fp64) at one time."""
+
+
+def _write_stats(k_cache: Tensor, page_stats: Tensor, pages: Tensor, fills: Tensor, kind: str, k_scale: Tensor | None) -> None:
+    """Recompute the statistics of ``pages`` [U] from their first ``fills`` [U] slots."""
+    store = as_bytes_if_fp8(k_cache)
+    for some, fill in zip(torch.split(pages, PAGES_AT_ONCE), torch.split(fills, PAGES_AT_ONCE), strict=True):
+        codes = store[some].view(k_cache.dtype)
+        keys = dequantise(codes, k_scale).transpose(1, 2)  # [u, HKV, S, D]
+        statistics = SUMMARIES[kind].update(keys, fill[:, None].expand(-1, keys.shape[1]), page_stats.shape[2])
+        page_stats[some] = store_statistics(statistics, kind, page_stats.dtype)
+
+
+def _last_writers(slots: Tensor) -> Tensor:
+    """Indices of the tokens that are written: of several with one slot the last one, and none with slot -1."""
+    positions = slots.tolist()
+    writer = {position: t for t, position in enumerate(positions) if position >= 0}
+    return torch.tensor(sorted(writer.values()), dtype=torch.int64, device=slots.device)
+
+
+def append_kv(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_stats: Tensor,
+    slot_mapping: Tensor,
+    *,
+    kind: str,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+) -> None:
+    """Write token t to slot ``slot_mapping[t]`` and recompute each touched page up to its last written slot."""
+    tokens = _last_writers(slot_mapping)
+    if tokens.numel() == 0:
+        return
+    page_size = k_cache.shape[1]
+    positions = slot_mapping[tokens].long()
+    pages, slots = positions // page_size, positions % page_size
+    for new, cache, scale in ((k, k_cache, k_scale), (v, v_cache, v_scale)):
+        codes = quantise(new[tokens], scale, cache.dtype)
+        as_bytes_if_fp8(cache)[pages, slots] = as_bytes_if_fp8(codes)
+    touched, place = torch.unique(pages, return_inverse=True)
+    fills = torch.zeros_like(touched).scatter_reduce_(0, place, slots + 1, "amax")
+    _write_stats(k_cache, page_stats, touched, fills, kind, k_scale)
+
+
+def rebuild_page_stats(
+    k_cache: Tensor,
+    page_stats: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    *,
+    kind: str,
+    k_scale: Tensor | None,
+) -> None:
+    """Recompute the statistics of all pages of all rows; a page that rows share takes the longest fill."""
+    page_size = k_cache.shape[1]
+    starts = torch.arange(page_table.shape[1], device=page_table.device) * page_size
+    fills = (seq_lens.long()[:, None] - starts).clamp(0, page_size)
+    used = fills > 0
+    if not bool(used.any()):
+        return
+    touched, place = torch.unique(page_table[used].long(), return_inverse=True)
+    longest = torch.zeros_like(touched).scatter_reduce_(0, place, fills[used], "amax")
+    _write_stats(k_cache, page_stats, touched, longest, kind, k_scale)

@@ -1,0 +1,132 @@
+"""attend: softmax attention over the selected pages, and the merge of two such results.
+
+The G query heads that share a list are one [G, D] matrix: a page is read once for all of them.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from tsattn.torch_path.gather import take_head_pages
+
+
+def _widened(codes: Tensor, heads: Tensor, scale: Tensor | None) -> Tensor:
+    """[HL, T, D] in fp32, times the scale of each list head's KV head."""
+    values = codes.float()
+    return values if scale is None else values * scale[heads][:, None, None]
+
+
+def _row_attention(
+    q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, scale: float, softcap: float, sinks: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """q [HL, GL, D], k and v [HL, T, D], hidden [HL, 1, T], sinks [HL, GL] -> out [HL, GL, D], lse [HL, GL]."""
+    logits = torch.bmm(q, k.transpose(1, 2)).mul_(scale)
+    if softcap > 0:
+        logits = softcap * torch.tanh(logits / softcap)
+    if hidden is not None:
+        logits = logits.masked_fill(hidden, -math.inf)
+        v = v.masked_fill(hidden.transpose(1, 2), 0.0)  # 0 * NaN of an unwritten slot would be NaN
+    top = logits.amax(dim=-1, keepdim=True)
+    if sinks is not None:
+        top = torch.maximum(top, sinks[..., None])
+    top = torch.where(top == -math.inf, 0.0, top)
+    weights = (logits - top).exp_()
+    total = weights.sum(dim=-1, keepdim=True)
+    empty = None if hidden is None else hidden.all(dim=-1, keepdim=True)
+    if sinks is not None:
+        total = total + (sinks[..., None] - top).exp()
+    out = torch.bmm(weights, v) / torch.where(total == 0, 1.0, total)
+    lse = (top + total.log()).squeeze(-1)
+    if empty is not None:
+        lse = lse.masked_fill(empty.squeeze(-1), -math.inf)
+    return out, lse
+
+
+def _hidden_tokens(pages: Tensor, counts: Tensor | None, page_size: int, read: int, length: int, first: int) -> Tensor | None:
+    """Mask [HL, 1, T] of those of the first T = ``read`` listed tokens that the query doesn't see; None if it sees all."""
+    positions = (pages[..., None] * page_size + torch.arange(page_size, device=pages.device)).flatten(1)[:, :read]
+    hidden = (positions >= length) | (positions < first)
+    if counts is not None:
+        hidden |= torch.arange(read, device=pages.device) >= (counts * page_size)[:, None]
+    return hidden[:, None] if bool(hidden.any()) else None
+
+
+def _row_lists(
+    page_ids: Tensor | None, page_counts: Tensor | None, r: int, num_pages: int, first_page: int, list_heads: int
+) -> tuple[Tensor, Tensor | None]:
+    """Logical pages [HL, k] of one row, and counts [HL] where the lists differ in length (cells behind are 0)."""
+    if page_ids is None or page_counts is None:
+        pages = torch.arange(first_page, num_pages)
+        return pages.expand(list_heads, -1), None
+    counts = page_counts[r].long()
+    pages = page_ids[r, :, : int(counts.max())].long()
+    listed = torch.arange(pages.shape[1], device=pages.device) < counts[:, None]
+    good = listed & (pages >= first_page) & (pages < num_pages)
+    if bool(good.all()):
+        return pages, None
+    # Move what is to be read to the front, in order; the page that pads a short list is one the row has.
+    order = (~good).long().argsort(dim=1, stable=True)
+    kept = good.sum(dim=1)
+    pages = torch.where(good, pages, max(0, num_pages - 1)).gather(1, order)[:, : int(kept.max())]
+    return pages, kept
+
+
+def attend_pages(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    page_ids: Tensor | None,
+    page_counts: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    softmax_scale: float,
+    softcap: float,
+    sinks: Tensor | None,
+    window: int | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+) -> None:
+    """Attend to the listed pages of every row (``page_ids`` None: to all of them)."""
+    page_size, heads_kv = k_cache.shape[1:3]
+    list_heads = heads_kv if page_ids is None else page_ids.shape[1]
+    heads = torch.arange(list_heads, device=q.device) * heads_kv // list_heads
+    grouped_sinks = None if sinks is None else sinks.float().view(list_heads, -1)
+    for r, length in enumerate(seq_lens.tolist()):
+        num_pages = -(-length // page_size)
+        first = 0 if window is None else max(0, length - window)
+        pages, counts = _row_lists(page_ids, page_counts, r, num_pages, first // page_size, list_heads)
+        pages = pages.to(q.device)
+        if pages.shape[1] == 0:
+            out[r] = 0.0
+            lse[r] = -math.inf
+            continue
+        physical = page_table[r].long()[pages]
+        # The last page of a row is its only partial one; where every list ends with it, cut the tail instead of masking.
+        tail = num_pages * page_size - length if counts is None and bool((pages[:, -1] == num_pages - 1).all()) else 0
+        read = pages.shape[1] * page_size - tail
+        key = _widened(take_head_pages(k_cache, physical, heads).flatten(1, 2)[:, :read], heads, k_scale)
+        value = _widened(take_head_pages(v_cache, physical, heads).flatten(1, 2)[:, :read], heads, v_scale)
+        hidden = _hidden_tokens(pages, counts, page_size, read, length, first)
+        query = q[r].float().reshape(list_heads, -1, q.shape[2])
+        row_out, row_lse = _row_attention(query, key, value, hidden, softmax_scale, softcap, grouped_sinks)
+        out[r] = row_out.flatten(0, 1).to(out.dtype)
+        lse[r] = row_lse.flatten()
+
+
+def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, out: Tensor, lse: Tensor) -> None:
+    """Join two attention results over disjoint tokens; an empty state (-inf) changes no bit of the other."""
+    a, b = lse_a.float(), lse_b.float()
+    top = torch.maximum(a, b)
+    shift = torch.where(top == -math.inf, 0.0, top)
+    weight_a, weight_b = (a - shift).exp(), (b - shift).exp()
+    total = weight_a + weight_b
+    part_a = torch.where(weight_a[..., None] == 0, 0.0, weight_a[..., None] * out_a.float())
+    part_b = torch.where(weight_b[..., None] == 0, 0.0, weight_b[..., None] * out_b.float())
+    out.copy_((part_a + part_b) / torch.where(total == 0, 1.0, total)[..., None])
+    lse.copy_(shift + total.log())
