@@ -2,6 +2,7 @@
 
 from tsattn.cache import PagedKVCache, PoolExhausted
 from tsattn.config import SparseConfig
+from tsattn.decode import sparse_decode
 from tsattn.flash import sparse_attn_with_kvcache
 from tsattn.library import last_path, path_counts, reset_path_counts
 from tsattn.ops import (
@@ -12,7 +13,6 @@ from tsattn.ops import (
     rebuild_page_stats,
     score_pages,
     select_pages,
-    sparse_decode,
 )
 from tsattn.selection import PageSelection
 

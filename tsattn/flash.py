@@ -10,7 +10,8 @@ from torch import Tensor
 
 from tsattn import checks
 from tsattn.config import SparseConfig
-from tsattn.ops import append_kv, rebuild_page_stats, sparse_decode
+from tsattn.decode import sparse_decode
+from tsattn.ops import append_kv, rebuild_page_stats
 
 # Arguments of flash_attn_with_kvcache that mean something which is not served, and the value that means nothing.
 _REFUSED: dict[str, Any] = {

@@ -1,0 +1,132 @@
+"""One decode step: append is done, so score -> select -> attend."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tsattn import checks
+from tsattn.certificate import unread_mass_bound
+from tsattn.config import SparseConfig
+from tsattn.ops import attend_pages, score_pages, select_pages
+from tsattn.selection import PageSelection
+
+_RESULT_FIELDS = ("out", "lse", "selection", "bound")
+_RESULTS = {
+    asked: namedtuple("SparseDecodeResult", ["out", *(f for f, a in zip(_RESULT_FIELDS[1:], asked, strict=True) if a)])
+    for asked in product((False, True), repeat=3)
+}
+
+
+def _budget(config: SparseConfig, seq_lens: Tensor, width: int) -> tuple[int, Tensor | None]:
+    """List width K and, where short rows keep everything, a budget per row."""
+    kept = config.pages_kept
+    if config.min_seq_len <= config.token_budget:
+        return min(kept, width), None
+    all_tokens = width * config.page_size
+    budgets = torch.where(seq_lens < config.min_seq_len, all_tokens, config.token_budget).to(torch.int32)
+    return min(max(kept, -(-(config.min_seq_len - 1) // config.page_size)), width), budgets
+
+
+def sparse_decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_stats: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    *,
+    config: SparseConfig,
+    softmax_scale: float | None = None,
+    k_scale: float | Tensor | None = None,
+    v_scale: float | Tensor | None = None,
+    return_lse: bool = False,
+    return_selection: bool = False,
+    return_bound: bool = False,
+    out: Tensor | None = None,
+    impl: str = "auto",
+) -> Any:
+    """One decode step: score the pages, select the best, attend to them.
+
+    Parameters
+    ----------
+    q, k_cache, v_cache, page_table, seq_lens, softmax_scale, k_scale, v_scale, out, impl
+        As in :func:`attend_pages`.
+    page_stats : torch.Tensor
+        [num_pages, HKV, M, D], kept up to date by :func:`append_kv`, of ``config.kind``.
+    config : SparseConfig
+        What to keep.
+    return_lse, return_selection, return_bound : bool
+        Also return the LSE [R, HQ]; the :class:`PageSelection`; and, with min/max statistics, an upper bound [R, HQ] on the
+        attention mass of dense attention that lies on pages that were not read.
+
+    Returns
+    -------
+    torch.Tensor or named tuple
+        The output [R, HQ, D], or a named tuple with the fields asked for, in the order out, lse, selection, bound.
+
+    Notes
+    -----
+    A row with at most ``config.token_budget`` tokens keeps all its pages and gives the bits of :func:`dense_decode`.
+    """
+    checks.decode(q, k_cache, page_stats, config.page_size, config.kind, config.vectors)
+    if return_bound and config.kind != "minmax":
+        raise ValueError(f"return_bound needs min/max statistics (kind 'minmax'), config.kind is {config.kind!r}")
+    checks.attend(q, k_cache, v_cache, page_table, seq_lens, None, out, softcap=0.0, sinks=None, window=None)
+    scales = checks.scale_of("k_scale", k_scale, k_cache), checks.scale_of("v_scale", v_scale, v_cache)
+    scores = score_pages(
+        q,
+        page_stats,
+        page_table,
+        seq_lens,
+        page_size=config.page_size,
+        kind=config.kind,
+        box_scale=config.box_scale,
+        softmax_scale=softmax_scale,
+        group_reduce=config.group_reduce,
+        impl=impl,
+    )
+    kept, budgets = _budget(config, seq_lens, page_table.shape[1])
+    buffers = PageSelection(
+        torch.empty((*scores.shape[:2], kept), dtype=torch.int32, device=q.device),
+        torch.empty(scores.shape[:2], dtype=torch.int32, device=q.device),
+    )
+    selection = select_pages(
+        scores,
+        seq_lens,
+        page_size=config.page_size,
+        budget=budgets,
+        sink_pages=config.sink_pages,
+        recent_pages=config.recent_pages,
+        out=buffers,
+        impl=impl,
+    )
+    out, lse = attend_pages(
+        q,
+        k_cache,
+        v_cache,
+        page_table,
+        seq_lens,
+        selection,
+        softmax_scale=softmax_scale,
+        k_scale=scales[0],
+        v_scale=scales[1],
+        return_lse=True,
+        out=out,
+        impl=impl,
+    )
+    if not (return_lse or return_selection or return_bound):
+        return out
+    extras: list[Any] = []
+    if return_lse:
+        extras.append(lse)
+    if return_selection:
+        extras.append(selection)
+    if return_bound:
+        scale = checks.softmax_scale_of(softmax_scale, q.shape[2])
+        extras.append(unread_mass_bound(q, page_stats, page_table, seq_lens, selection, lse, config.page_size, scale))
+    return _RESULTS[return_lse, return_selection, return_bound](out, *extras)
