@@ -42,6 +42,8 @@ def sparse_decode(
     *,
     config: SparseConfig,
     softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
     k_scale: float | Tensor | None = None,
     v_scale: float | Tensor | None = None,
     return_lse: bool = False,
@@ -54,8 +56,8 @@ def sparse_decode(
 
     Parameters
     ----------
-    q, k_cache, v_cache, page_table, seq_lens, softmax_scale, k_scale, v_scale, out, impl
-        As in :func:`attend_pages`.
+    q, k_cache, v_cache, page_table, seq_lens, softmax_scale, softcap, sinks, k_scale, v_scale, out, impl
+        As in :func:`attend_pages`. Pages are ranked by their uncapped scores: a cap keeps their order.
     page_stats : torch.Tensor
         [num_pages, HKV, M, D], kept up to date by :func:`append_kv`, of ``config.kind``.
     config : SparseConfig
@@ -76,7 +78,9 @@ def sparse_decode(
     checks.decode(q, k_cache, page_stats, config.page_size, config.kind, config.vectors)
     if return_bound and config.kind != "minmax":
         raise ValueError(f"return_bound needs min/max statistics (kind 'minmax'), config.kind is {config.kind!r}")
-    checks.attend(q, k_cache, v_cache, page_table, seq_lens, None, out, softcap=0.0, sinks=None, window=None)
+    if return_bound and softcap:
+        raise ValueError(f"return_bound is a bound on uncapped logits, softcap is {softcap}")
+    checks.attend(q, k_cache, v_cache, page_table, seq_lens, None, out, softcap=softcap, sinks=sinks, window=None)
     scales = checks.scale_of("k_scale", k_scale, k_cache), checks.scale_of("v_scale", v_scale, v_cache)
     scores = score_pages(
         q,
@@ -113,6 +117,8 @@ def sparse_decode(
         seq_lens,
         selection,
         softmax_scale=softmax_scale,
+        softcap=softcap,
+        sinks=sinks,
         k_scale=scales[0],
         v_scale=scales[1],
         return_lse=True,

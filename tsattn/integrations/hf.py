@@ -1,0 +1,267 @@
+"""Transformers: generate over selected pages.
+
+Three ways in, from the most to the least automatic::
+
+    from tsattn import SparseConfig
+    from tsattn.integrations import hf
+
+    with hf.sparse(model, SparseConfig(token_budget=512)) as handle:
+        model.generate(**inputs, max_new_tokens=64)
+    handle.stats()
+
+    hf.register()
+    model.set_attn_implementation("tsattn")
+    model.generate(**inputs, cache=hf.make_cache(model.config, SparseConfig()))
+
+The full-attention layers of the cache hold pages; sliding-window layers keep Transformers' own cache and ``sdpa``. A call
+with one new token per row scores, selects and attends to pages. A call with several (prefill, chunked prefill, the
+verification of assisted generation) is dense, over the whole past, and fills the pages. While the context fits the
+budget, the tokens are those of ``sdpa``.
+
+Supported: Transformers 5.17 to 5.24 with a ``DynamicCache``, batches with left padding, grouped query heads, beam search,
+sampling, assisted generation, softcap (Gemma 2) and attention sinks (gpt-oss). Refused by name at the first call: static,
+quantised and offloaded caches, ``output_attentions``, gradients, dropout, encoder-decoder models, masks that are not
+left-padded causal ones, position biases.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.cache_utils import DynamicCache
+from transformers.masking_utils import sdpa_mask
+
+from tsattn import SparseConfig
+from tsattn.integrations.hf_attention import tsattn_attention
+from tsattn.integrations.hf_cache import SparseCache, build_cache
+from tsattn.integrations.hf_stats import DecodeTrace, Recorder
+
+NAME = "tsattn"
+"""The attention implementation's name in Transformers."""
+
+__all__ = ["NAME", "Handle", "SparseCache", "make_cache", "register", "sparse"]
+
+
+def register() -> None:
+    """Make ``attn_implementation="tsattn"`` known to Transformers; calling it again changes nothing.
+
+    The mask function is registered too: without one Transformers would pass no mask, and a prefill would look ahead.
+    """
+    AttentionInterface.register(NAME, tsattn_attention)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+def make_cache(
+    model_config: Any,
+    sparse_config: SparseConfig,
+    *,
+    from_cache: DynamicCache | None = None,
+    attention_mask: Tensor | None = None,
+) -> SparseCache:
+    """A cache for ``model(..., cache=...)`` or ``generate(..., cache=...)`` under the "tsattn" attention.
+
+    Parameters
+    ----------
+    model_config : PreTrainedConfig
+        ``model.config``; read, never changed.
+    sparse_config : SparseConfig
+        Page size, budget, kind of summary.
+    from_cache : DynamicCache, optional
+        A dense cache of the same model (a prefill made with ``sdpa``, say) whose content to take over. It stays usable:
+        full layers are copied into pages, sliding layers are snapshots.
+    attention_mask : Tensor, optional
+        [B, L] mask of ones and zeros that ``from_cache`` was filled with. Needed when its rows are padded.
+    """
+    register()
+    return build_cache(model_config, sparse_config, Recorder(), from_cache, attention_mask)
+
+
+class Handle:
+    """What :func:`sparse` gives: counts, and (with ``trace=True``) every decode step's query and selection."""
+
+    def __init__(self, sparse_config: SparseConfig, trace: bool) -> None:
+        self.sparse_config = sparse_config
+        self._recorder = Recorder(trace=trace)
+
+    def stats(self) -> dict[str, Any]:
+        """Totals of all calls inside the context, see :meth:`tsattn.integrations.hf_stats.Recorder.stats`."""
+        return self._recorder.stats()
+
+    def _new_cache(self, model: PreTrainedModel) -> SparseCache:
+        return build_cache(model.config, self.sparse_config, self._recorder, None, None)
+
+    def _watch(self, model: PreTrainedModel, cache: Any) -> None:
+        """Count what a cache's decode steps read from now on; refuse a cache without pages."""
+        if not isinstance(cache, SparseCache):
+            raise ValueError(
+                f"tsattn can't read a {type(cache).__name__}: give no cache, or one of "
+                "`tsattn.integrations.hf.make_cache(model.config, sparse_config, from_cache=...)`"
+            )
+        cache.record_into(self._recorder)
+
+    @property
+    def traces(self) -> list[DecodeTrace]:
+        """Decode steps, one entry per step and paged layer; empty unless ``trace=True``."""
+        return self._recorder.traces
+
+
+_PREPARE = "_prepare_cache_for_generation"
+_ACTIVE: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
+
+
+@contextmanager
+def sparse(model: PreTrainedModel, sparse_config: SparseConfig, *, trace: bool = False) -> Iterator[Handle]:
+    """Run ``model`` over selected pages inside the ``with`` block; afterwards the model is as it was.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        A decoder-only model. Its ``generate`` and ``forward`` get a paged cache when they are given none; one made by
+        :func:`make_cache` can be passed as well, and then keeps its own configuration.
+    sparse_config : SparseConfig
+        Of the caches made inside the block.
+    trace : bool
+        Keep queries and selections in ``handle.traces``.
+
+    Yields
+    ------
+    Handle
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"sparse() takes a Transformers model, got {type(model).__name__}")
+    if not isinstance(sparse_config, SparseConfig):
+        raise TypeError(f"sparse() takes a SparseConfig, got {type(sparse_config).__name__}")
+    if model in _ACTIVE:
+        raise RuntimeError("this model is inside another `sparse(...)` block already; leave that one first")
+    _refuse_model(model)
+    register()
+    handle = Handle(sparse_config, trace)
+    build_cache(model.config, sparse_config, Recorder(), None, None)
+    saved = _attention_settings(model)
+    hook, override = None, model.__dict__.get(_PREPARE)
+    _ACTIVE.add(model)
+    try:
+        _set_attention(model)
+        hook = model.register_forward_pre_hook(_CacheForForward(model, handle), with_kwargs=True)
+        model._prepare_cache_for_generation = _CacheForGenerate(model, handle)
+        yield handle
+    finally:
+        model.__dict__.pop(_PREPARE, None)
+        if override is not None:
+            model.__dict__[_PREPARE] = override
+        if hook is not None:
+            hook.remove()
+        for config, settings in saved:
+            config.__dict__.update(settings)
+            if "_attn_was_changed" not in settings:
+                config.__dict__.pop("_attn_was_changed", None)
+        _ACTIVE.discard(model)
+
+
+class _CacheForForward:
+    """Forward pre-hook: gives ``model(...)`` a paged cache, refuses another one."""
+
+    def __init__(self, model: PreTrainedModel, handle: Handle) -> None:
+        self.handle = handle
+        self.signature = inspect.signature(model.forward)
+        self.name = _cache_argument(self.signature)
+
+    def __call__(
+        self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        given = {**self.signature.bind_partial(*args).arguments, **kwargs}
+        if given.get("output_attentions") or getattr(model.config, "output_attentions", False):
+            raise ValueError(
+                "tsattn gives no attention weights: leave out `output_attentions`, or use attn_implementation='eager'"
+            )
+        if model.training and torch.is_grad_enabled():
+            raise ValueError("tsattn is for inference: call `model.eval()`, and run under `torch.inference_mode()`")
+        cache = next((given[name] for name in _CACHE_NAMES if given.get(name) is not None), None)
+        if cache is not None:
+            self.handle._watch(model, cache)
+            return args, kwargs
+        use_cache = given.get("use_cache")
+        if use_cache if use_cache is not None else getattr(model.config, "use_cache", True):
+            return args, {**kwargs, self.name: self.handle._new_cache(model)}
+        return args, kwargs
+
+
+class _CacheForGenerate:
+    """Stands in for ``model._prepare_cache_for_generation``: the same, with a paged cache for a plain dynamic one."""
+
+    def __init__(self, model: PreTrainedModel, handle: Handle) -> None:
+        self.model, self.handle = model, handle
+        self.original = model._prepare_cache_for_generation
+
+    def __call__(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        if generation_config.cache_implementation not in (None, "dynamic"):
+            raise ValueError(
+                f"tsattn pages a dynamic cache; cache_implementation={generation_config.cache_implementation!r} can't be served"
+            )
+        if generation_config.use_cache is False:
+            raise ValueError("tsattn reads a cache: `use_cache=False` leaves it nothing to do")
+        self.original(generation_config, model_kwargs, *args, **kwargs)
+        name = next((name for name in _CACHE_NAMES if model_kwargs.get(name) is not None), None)
+        if name is None:
+            raise ValueError(f"{type(self.model).__name__} doesn't generate with a dynamic cache, so tsattn can't serve it")
+        if type(model_kwargs[name]) is DynamicCache and not getattr(model_kwargs[name], "_is_user_defined", False):
+            model_kwargs[name] = self.handle._new_cache(self.model)
+            if getattr(generation_config, "is_assistant", False):
+                model_kwargs[name].activate_past_recording()
+        self.handle._watch(self.model, model_kwargs[name])
+
+
+_CACHE_NAMES = ("cache", "past_key_values")
+
+
+def _cache_argument(signature: inspect.Signature) -> str:
+    """How this version of Transformers calls the cache."""
+    for name in _CACHE_NAMES:
+        if name in signature.parameters:
+            return name
+    raise ValueError("this model's forward takes no cache, so tsattn can't serve it")
+
+
+def _refuse_model(model: PreTrainedModel) -> None:
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ValueError(f"{type(model).__name__} is an encoder-decoder model; tsattn serves decoder-only models")
+    if getattr(model.config, "output_attentions", False):
+        raise ValueError("tsattn gives no attention weights: set `model.config.output_attentions = False`")
+
+
+def _configs_of(model: PreTrainedModel) -> list[Any]:
+    """Every configuration object that the model and its parts use, once each."""
+    found: dict[int, Any] = {}
+    queue = [part.config for part in model.modules() if isinstance(part, PreTrainedModel)]
+    while queue:
+        config = queue.pop()
+        if id(config) not in found:
+            found[id(config)] = config
+            queue += [sub for name in config.sub_configs if (sub := getattr(config, name, None)) is not None]
+    return list(found.values())
+
+
+_SETTINGS = ("_attn_implementation_internal", "_attn_was_changed")
+
+
+def _attention_settings(model: PreTrainedModel) -> list[tuple[Any, dict[str, Any]]]:
+    return [
+        (config, {name: config.__dict__[name] for name in _SETTINGS if name in config.__dict__})
+        for config in _configs_of(model)
+    ]
+
+
+def _set_attention(model: PreTrainedModel) -> None:
+    """Switch the decoder's text part; a vision tower keeps its own attention."""
+    text = model.config.get_text_config(decoder=True)
+    keys = [key for key in model.config.sub_configs if getattr(model.config, key, None) is text]
+    model.set_attn_implementation({keys[0]: NAME} if keys else NAME)
+    if text._attn_implementation != NAME:
+        raise ValueError(f"{type(model).__name__} doesn't let its attention implementation be chosen, so tsattn can't serve it")

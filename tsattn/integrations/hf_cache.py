@@ -1,0 +1,383 @@
+"""The paged cache behind Transformers' ``Cache`` interface.
+
+A model's attention module hands its new keys to ``cache.update`` and then calls the attention function with what
+``update`` returned, together with the mask. Only the mask says which columns are left padding, so :class:`PagedLayer`
+keeps the new keys *pending* in ``update`` and :meth:`PagedLayer.commit` writes the real ones when the attention function
+brings the mask. What ``update`` returns is a :class:`~tsattn.integrations.hf_pending.PendingTensor`.
+
+Lengths that Transformers sees count padded columns; pages and statistics hold real tokens only.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from tsattn import PagedKVCache, SparseConfig
+from tsattn.integrations.hf_mask import MaskReader
+from tsattn.integrations.hf_pending import PendingTensor
+from tsattn.integrations.hf_stats import Recorder
+
+_FIRST_SLACK = 256
+"""Tokens of room per row in a layer's first pool, so that a short generation never grows it."""
+
+
+class _Pending(NamedTuple):
+    keys: Tensor  # [B, HKV, T, D]
+    values: Tensor
+    ticket: int
+
+
+class PagedLayer(DynamicLayer):  # type: ignore[misc]
+    """One full-attention layer of a :class:`SparseCache`: a :class:`tsattn.PagedKVCache` and one sequence per batch row.
+
+    Parameters
+    ----------
+    config : SparseConfig
+        Page size and kind of summary.
+    layer_idx : int
+        The model's layer index.
+    masks : MaskReader
+        Shared by the layers of a cache, so that a mask is read once per forward pass.
+    recorder : Recorder
+        Receives what decode steps read.
+    """
+
+    def __init__(self, config: SparseConfig, layer_idx: int, masks: MaskReader, recorder: Recorder) -> None:
+        self.pool: PagedKVCache | None = None
+        self.seqs: list[int] = []
+        self.pads: list[int] = []
+        self._pending: _Pending | None = None
+        self._length = 0
+        self._ticket = 0
+        self._newest = (0, 0, 0)
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.masks = masks
+        self.recorder = recorder
+
+    # -- what Transformers calls ---------------------------------------------------------------------------------------
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Make the pool from the first keys and values (whose length may be 0)."""
+        if key_states.shape != value_states.shape or key_states.dtype != value_states.dtype:
+            raise ValueError(
+                f"layer {self.layer_idx}: tsattn needs keys and values of one shape and dtype, got keys "
+                f"{tuple(key_states.shape)} {key_states.dtype} and values {tuple(value_states.shape)} {value_states.dtype}"
+            )
+        batch, heads, tokens, head_dim = key_states.shape
+        self.dtype, self.device = key_states.dtype, key_states.device
+        size = self.config.page_size
+        self.pool = PagedKVCache(
+            max(batch, 1) * -(-(tokens + _FIRST_SLACK) // size),
+            size,
+            heads,
+            head_dim,
+            dtype=self.dtype,
+            stats_dtype=self.config.stats_dtype,
+            kind=self.config.kind,
+            parts=self.config.parts,
+            device=self.device,
+        )
+        self.seqs = list(self.pool.allocate(batch))
+        self.pads = [0] * batch
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Take new keys and values [B, HKV, T, D]; they enter the pages when the attention function commits them."""
+        if self._pending is not None:
+            raise RuntimeError(
+                f"layer {self.layer_idx}: the keys of the call before were never attended by the tsattn attention function, "
+                "so the cache is incomplete. Is `model.config._attn_implementation` still 'tsattn'?"
+            )
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self._check_new(key_states, value_states)
+        self._ticket += 1
+        self._pending = _Pending(key_states, value_states, self._ticket)
+        self._newest = (key_states.shape[0], key_states.shape[1], key_states.shape[2])
+        self._length += key_states.shape[2]
+        return self._tag(key_states), self._tag(value_states)
+
+    def get_seq_length(self) -> int:
+        """Columns seen so far, left padding included."""
+        return self._length
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the newest ``-tokens_to_remove`` columns; a positive number is the length to keep."""
+        if tokens_to_remove > 0:
+            tokens_to_remove = min(tokens_to_remove - self._length, 0)
+        if tokens_to_remove == 0 or self.pool is None:
+            return
+        self._settled("crop")
+        self._length = max(self._length + tokens_to_remove, 0)
+        for row, seq in enumerate(self.seqs):
+            self.pads[row] = min(self.pads[row], self._length)
+            self.pool.crop(seq, self._length - self.pads[row])
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row i takes over the content of row ``beam_idx[i]`` (copy on write)."""
+        self._take(beam_idx.tolist(), "reorder_cache")
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row becomes ``repeats`` neighbouring rows that share their pages."""
+        self._take([row for row in range(len(self.seqs)) for _ in range(repeats)], "batch_repeat_interleave")
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows ``indices`` (integers, or a boolean per row)."""
+        rows = torch.as_tensor(indices)
+        self._take((rows.nonzero().flatten() if rows.dtype == torch.bool else rows).tolist(), "batch_select_indices")
+
+    def reset(self) -> None:
+        """Forget everything and give all pages back."""
+        if self.pool is not None and self.seqs:
+            self.pool.free(self.seqs)
+        self.pool, self.seqs, self.pads = None, [], []
+        self._pending, self._length = None, 0
+        self.is_initialized = False
+
+    def offload(self) -> None:
+        """Refused: pages stay where attention reads them."""
+        raise ValueError("a tsattn cache can't be offloaded: leave out `offloading`")
+
+    def prefetch(self) -> None:
+        """Refused, as :meth:`offload`."""
+        raise ValueError("a tsattn cache can't be offloaded: leave out `offloading`")
+
+    @property
+    def keys(self) -> Tensor | None:
+        """Dense copy [B, HKV, L, D] of the keys, zeros in the padding; None when empty."""
+        return self._dense_copy()[0] if self.pool is not None and self._length else None
+
+    @keys.setter
+    def keys(self, value: Tensor | None) -> None:
+        self._only_none("keys", value)
+
+    @property
+    def values(self) -> Tensor | None:
+        """Dense copy [B, HKV, L, D] of the values."""
+        return self._dense_copy()[1] if self.pool is not None and self._length else None
+
+    @values.setter
+    def values(self, value: Tensor | None) -> None:
+        self._only_none("values", value)
+
+    # -- what the attention function calls -----------------------------------------------------------------------------
+
+    def commit(self, ticket: int, mask: Tensor | None) -> tuple[Tensor, Tensor] | None:
+        """Write the pending keys of ``ticket``, real tokens only.
+
+        Returns
+        -------
+        tuple of Tensor or None
+            Keys and values of the whole past and the new columns as the model gave them, when the chunk is the whole
+            past; None when there is an older past (see :meth:`dense`) or when another layer of the model, sharing these
+            keys, has committed them.
+        """
+        if ticket != self._ticket:
+            raise RuntimeError(f"layer {self.layer_idx}: keys of an older call were given to the attention function")
+        if self._pending is None:
+            return None
+        keys, values, _ = self._pending
+        new = keys.shape[2]
+        pads = self.masks.read(mask, rows=len(self.seqs), new=new, total=self._length)
+        self._agree(pads, new)
+        self._append(keys, values, [min(new, self._length - pad) for pad in pads])
+        self.pads = list(pads)
+        self._pending = None
+        return (keys, values) if new == self._length else None
+
+    @property
+    def shape_of_newest(self) -> tuple[int, int, int]:
+        """Rows, KV heads and tokens of the newest keys."""
+        return self._newest
+
+    def discard(self) -> None:
+        """Drop pending keys after a refused call, so that the cache is as it was before it."""
+        if self._pending is not None:
+            self._length -= self._pending.keys.shape[2]
+            self._pending = None
+
+    def dense(self) -> tuple[Tensor, Tensor]:
+        """Keys and values of all columns, [B, HKV, L, D], zeros in the padding."""
+        self._settled("dense")
+        return self._dense_copy()
+
+    def adopt(self, keys: Tensor, values: Tensor, pads: Sequence[int]) -> None:
+        """Fill an empty layer with the content of a dense one."""
+        self.lazy_initialization(keys, values)
+        self._length = keys.shape[2]
+        self.pads = list(pads)
+        self._append(keys, values, [self._length - pad for pad in pads])
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _tag(self, states: Tensor) -> Tensor:
+        return PendingTensor.of(states, self, self._ticket)
+
+    def _check_new(self, keys: Tensor, values: Tensor) -> None:
+        assert self.pool is not None
+        where = f"layer {self.layer_idx}"
+        if keys.shape != values.shape or keys.dim() != 4:
+            raise ValueError(
+                f"{where}: keys and values must both be [batch, KV heads, tokens, head dim], got {tuple(keys.shape)} and "
+                f"{tuple(values.shape)}"
+            )
+        if keys.shape[0] != len(self.seqs):
+            raise ValueError(
+                f"{where}: the cache holds {len(self.seqs)} rows, the new keys have {keys.shape[0]}; use a new cache, or "
+                "`reset()` this one"
+            )
+        for name, states in (("keys", keys), ("values", values)):
+            if states.dtype != self.dtype or states.device != self.device:
+                raise TypeError(
+                    f"{where}: {name} are {states.dtype} on {states.device}, the cache holds {self.dtype} on {self.device}"
+                )
+            if torch.is_grad_enabled() and states.requires_grad:
+                raise ValueError(
+                    f"{where}: tsattn keeps no gradients; run the model under `torch.inference_mode()` or `torch.no_grad()`"
+                )
+
+    def _agree(self, pads: list[int], new: int) -> None:
+        """Refuse a mask that contradicts what the pages hold already."""
+        old = self._length - new
+        for row, (before, now) in enumerate(zip(self.pads, pads, strict=True)):
+            if now != before and not (before == old and now >= old):
+                raise ValueError(
+                    f"layer {self.layer_idx}, row {row}: the attention mask hides the first {now} columns, but the cache was "
+                    f"filled with {before} columns of padding. Padding must stay the same from the first call on (give "
+                    "`attention_mask` in every call; a dense cache of padded rows is adopted with "
+                    "`make_cache(..., from_cache=..., attention_mask=...)`)"
+                )
+
+    def _append(self, keys: Tensor, values: Tensor, real: list[int]) -> None:
+        assert self.pool is not None
+        size, new = self.config.page_size, keys.shape[2]
+        if new == 0:
+            return
+        # One page of room per row on top: writing into a shared last page copies it first.
+        missing = sum(-(-count // size) + 1 for count in real) - self.pool.num_free_pages
+        if missing > 0:
+            self.pool.grow(self.pool.num_pages + max(missing, self.pool.num_pages // 2))
+        k, v = keys.transpose(1, 2), values.transpose(1, 2)
+        if min(real) < new:
+            k, v = _move_left(k, real), _move_left(v, real)
+        self.pool.append(self.seqs, k, v, lengths=real)
+
+    def _dense_copy(self) -> tuple[Tensor, Tensor]:
+        assert self.pool is not None
+        keys, values = self.pool.gather(self.seqs)
+        if not any(self.pads):
+            return keys, values
+        placed = []
+        for states in (keys, values):
+            out = states.new_zeros((*states.shape[:2], self._length, states.shape[3]))
+            for row, pad in enumerate(self.pads):
+                out[row, :, pad:] = states[row, :, : self._length - pad]
+            placed.append(out)
+        return placed[0], placed[1]
+
+    def _take(self, rows: list[int], what: str) -> None:
+        """New row i continues old row ``rows[i]``; pages are shared until written."""
+        if self.pool is None:
+            return
+        self._settled(what)
+        used: set[int] = set()
+        seqs = []
+        for row in rows:
+            seqs.append(self.pool.fork(self.seqs[row]) if row in used else self.seqs[row])
+            used.add(row)
+        self.pool.free([seq for row, seq in enumerate(self.seqs) if row not in used])
+        self.pads = [self.pads[row] for row in rows]
+        self.seqs = seqs
+
+    def _settled(self, what: str) -> None:
+        if self._pending is not None:
+            raise RuntimeError(f"layer {self.layer_idx}: {what} while keys wait for the tsattn attention function")
+
+    def _only_none(self, name: str, value: Tensor | None) -> None:
+        if value is not None:
+            raise AttributeError(f"`{name}` of a tsattn cache layer can't be set: it is a copy of the pages")
+
+
+class SparseCache(DynamicCache):  # type: ignore[misc]
+    """A ``DynamicCache`` whose full-attention layers are paged. Made by :func:`tsattn.integrations.hf.make_cache`."""
+
+    sparse_config: SparseConfig
+
+    @property
+    def paged_layers(self) -> list[PagedLayer]:
+        """The layers that hold pages, in model order."""
+        return [layer for layer in self.layers if isinstance(layer, PagedLayer)]
+
+    def record_into(self, recorder: Recorder) -> None:
+        """Let decode steps report to ``recorder`` from now on."""
+        for layer in self.paged_layers:
+            layer.recorder = recorder
+
+    def stats(self) -> dict[str, Any]:
+        """What the decode steps over this cache have read, see :meth:`Recorder.stats`."""
+        return self.paged_layers[0].recorder.stats()
+
+    def __iter__(self) -> Iterator[tuple[Tensor | None, Tensor | None, Tensor | None]]:
+        for layer in self.layers:
+            yield layer.keys, layer.values, getattr(layer, "_sliding_window_tensor", None)
+
+
+def build_cache(
+    model_config: Any, sparse_config: SparseConfig, recorder: Recorder, from_cache: Any, attention_mask: Tensor | None
+) -> SparseCache:
+    """The work of :func:`tsattn.integrations.hf.make_cache`, with the recorder to report to."""
+    cache = SparseCache(config=model_config)
+    masks = MaskReader()
+    paged = 0
+    for index, layer in enumerate(cache.layers):
+        if type(layer) is DynamicLayer:
+            cache.layers[index] = PagedLayer(sparse_config, index, masks, recorder)
+            paged += 1
+    if not paged:
+        kinds = sorted({type(layer).__name__ for layer in cache.layers})
+        raise ValueError(
+            f"this model has no full-attention layer to page (its cache layers are {kinds}): there is nothing for tsattn to do"
+        )
+    cache.sparse_config = sparse_config
+    if from_cache is not None:
+        _adopt(cache, from_cache, attention_mask)
+    return cache
+
+
+def _adopt(cache: SparseCache, source: Any, attention_mask: Tensor | None) -> None:
+    if not isinstance(source, DynamicCache) or len(source.layers) != len(cache.layers):
+        raise ValueError(
+            f"from_cache must be a DynamicCache of the same model ({len(cache.layers)} layers), got "
+            f"{type(source).__name__} with {len(getattr(source, 'layers', []))} layers"
+        )
+    for index, (mine, theirs) in enumerate(zip(cache.layers, source.layers, strict=True)):
+        if isinstance(mine, PagedLayer):
+            if not isinstance(theirs, DynamicLayer) or getattr(theirs, "is_sliding", False):
+                raise ValueError(f"from_cache: layer {index} is a {type(theirs).__name__}, a full DynamicLayer is needed")
+            keys, values = theirs.keys, theirs.values
+            if keys is not None and keys.numel():
+                rows, columns = keys.shape[0], keys.shape[2]
+                mine.adopt(keys, values, mine.masks.padding_of(attention_mask, rows=rows, columns=columns))
+        else:
+            if type(theirs) is not type(mine):
+                raise ValueError(f"from_cache: layer {index} is a {type(theirs).__name__}, expected {type(mine).__name__}")
+            # A sliding layer replaces its tensors and never writes into them, so a shallow copy is a snapshot.
+            shallow = type(theirs) is DynamicSlidingWindowLayer
+            cache.layers[index] = copy.copy(theirs) if shallow else copy.deepcopy(theirs)
+
+
+def _move_left(states: Tensor, real: list[int]) -> Tensor:
+    """[B, T, HKV, D] with each row's last ``real[b]`` tokens moved to the front."""
+    moved = torch.zeros_like(states, memory_format=torch.contiguous_format)
+    for row, count in enumerate(real):
+        if count:
+            moved[row, :count] = states[row, states.shape[1] - count :]
+    return moved
