@@ -83,7 +83,7 @@ def _copy_rows(cache_page, stride_slot, slot, source, stride_token, winner, scal
     tl.store(cache_page + slot[:, None].to(tl.int64) * stride_slot + d[None, :], rows, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "num_pages"])
 def _append_kernel(
     k_cache,
     v_cache,
@@ -120,7 +120,7 @@ def _append_kernel(
     BLOCK_D: tl.constexpr,
 ):
     t = tl.program_id(0) // HKV
-    head = tl.program_id(0) % HKV
+    head = (tl.program_id(0) % HKV).to(tl.int64)
     mapped = tl.load(slot_mapping + t.to(tl.int64) * stride_map).to(tl.int64)
     if mapped < 0:
         return
@@ -156,7 +156,7 @@ def _append_kernel(
     write_page_stats(stats, k_page, stride_ks, fill, key_scale, KIND, S, D, M, BLOCK_S, BLOCK_D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_tr", "N", "num_pages"])
 def _rebuild_stats_kernel(
     page_stats,
     k_cache,
@@ -183,7 +183,7 @@ def _rebuild_stats_kernel(
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    head = tl.program_id(0) % HKV
+    head = (tl.program_id(0) % HKV).to(tl.int64)
     cell = tl.program_id(0) // HKV
     row = (cell // N).to(tl.int64)
     n = cell % N
