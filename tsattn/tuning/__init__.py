@@ -1,0 +1,1 @@
+"""Launch configurations of the kernels: candidates as data, one default per shape."""
