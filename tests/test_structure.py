@@ -26,7 +26,7 @@ ARROWS = {
     "tuning": set(),
     "kernels": {"quantisation", "selection", "summaries", "tuning"},
     "ops": {"checks", "library", "selection"},
-    "decode": {"certificate", "checks", "config", "ops", "selection"},
+    "decode": {"certificate", "checks", "config", "library", "selection"},
     "flash": {"checks", "config", "decode", "ops"},
     "cache": {"checks", "ops", "quantisation", "selection", "summaries"},
     "__init__": {"cache", "config", "decode", "flash", "library", "ops", "selection"},

@@ -343,6 +343,7 @@ def decode(q: Tensor, k_cache: Tensor, page_stats: Tensor, page_size: int, kind:
     if cache_page_size != page_size:
         raise ValueError(f"config.page_size is {page_size}, but k_cache has pages of {cache_page_size} tokens")
     _statistics(page_stats, kind, num_pages, heads_kv, dim)
+    _same_device({"k_cache": k_cache, "page_stats": page_stats})
     if page_stats.shape[2] != vectors:
         raise ValueError(f"config stores {vectors} vectors per page, but page_stats has M = {page_stats.shape[2]}")
 

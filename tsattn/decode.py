@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tsattn import checks
+from tsattn import checks, library
 from tsattn.certificate import unread_mass_bound
 from tsattn.config import SparseConfig
-from tsattn.ops import attend_pages, score_pages, select_pages
 from tsattn.selection import PageSelection
 
 _RESULT_FIELDS = ("out", "lse", "selection", "bound")
@@ -57,7 +56,7 @@ def sparse_decode(
     Parameters
     ----------
     q, k_cache, v_cache, page_table, seq_lens, softmax_scale, softcap, sinks, k_scale, v_scale, out, impl
-        As in :func:`attend_pages`. Pages are ranked by their uncapped scores: a cap keeps their order.
+        As in :func:`tsattn.attend_pages`. Pages are ranked by their uncapped scores: a cap keeps their order.
     page_stats : torch.Tensor
         [num_pages, HKV, M, D], kept up to date by :func:`append_kv`, of ``config.kind``.
     config : SparseConfig
@@ -82,48 +81,41 @@ def sparse_decode(
         raise ValueError(f"return_bound is a bound on uncapped logits, softcap is {softcap}")
     checks.attend(q, k_cache, v_cache, page_table, seq_lens, None, out, softcap=softcap, sinks=sinks, window=None)
     scales = checks.scale_of("k_scale", k_scale, k_cache), checks.scale_of("v_scale", v_scale, v_cache)
-    scores = score_pages(
-        q,
-        page_stats,
-        page_table,
-        seq_lens,
-        page_size=config.page_size,
-        kind=config.kind,
-        box_scale=config.box_scale,
-        softmax_scale=softmax_scale,
-        group_reduce=config.group_reduce,
-        impl=impl,
+    scale = checks.softmax_scale_of(softmax_scale, q.shape[2])
+    impl = library.choose_impl(impl, q.device)
+    rows, heads_q, _ = q.shape
+    width = page_table.shape[1]
+    heads = heads_q if config.group_reduce == "none" else k_cache.shape[2]
+    kept, budgets = _budget(config, seq_lens, width)
+    scores = torch.empty((rows, heads, width), dtype=torch.float32, device=q.device)
+    selection = PageSelection(
+        torch.empty((rows, heads, kept), dtype=torch.int32, device=q.device),
+        torch.empty((rows, heads), dtype=torch.int32, device=q.device),
     )
-    kept, budgets = _budget(config, seq_lens, page_table.shape[1])
-    buffers = PageSelection(
-        torch.empty((*scores.shape[:2], kept), dtype=torch.int32, device=q.device),
-        torch.empty(scores.shape[:2], dtype=torch.int32, device=q.device),
-    )
-    selection = select_pages(
-        scores,
-        seq_lens,
-        page_size=config.page_size,
-        budget=budgets,
-        sink_pages=config.sink_pages,
-        recent_pages=config.recent_pages,
-        out=buffers,
-        impl=impl,
-    )
-    out, lse = attend_pages(
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    lse = torch.empty((rows, heads_q), dtype=torch.float32, device=q.device)
+    library.sparse_decode(
         q,
         k_cache,
         v_cache,
+        page_stats,
         page_table,
         seq_lens,
-        selection,
-        softmax_scale=softmax_scale,
-        softcap=softcap,
-        sinks=sinks,
-        k_scale=scales[0],
-        v_scale=scales[1],
-        return_lse=True,
-        out=out,
-        impl=impl,
+        budgets,
+        scores,
+        *selection,
+        out,
+        lse,
+        config.kind,
+        float(config.box_scale),
+        config.group_reduce,
+        config.sink_pages,
+        config.recent_pages,
+        scale,
+        float(softcap),
+        sinks,
+        *scales,
+        impl,
     )
     if not (return_lse or return_selection or return_bound):
         return out
@@ -133,6 +125,5 @@ def sparse_decode(
     if return_selection:
         extras.append(selection)
     if return_bound:
-        scale = checks.softmax_scale_of(softmax_scale, q.shape[2])
         extras.append(unread_mass_bound(q, page_stats, page_table, seq_lens, selection, lse, config.page_size, scale))
     return _RESULTS[return_lse, return_selection, return_bound](out, *extras)

@@ -225,6 +225,67 @@ def _attend_pages(
     )
 
 
+def _sparse_decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_stats: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    budget: Tensor | None,
+    scores: Tensor,
+    page_ids: Tensor,
+    page_counts: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    kind: str,
+    box_scale: float,
+    group_reduce: str,
+    sink_pages: int,
+    recent_pages: int,
+    softmax_scale: float,
+    softcap: float,
+    sinks: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    impl: str,
+) -> None:
+    page_size = k_cache.shape[1]
+    _score_pages(
+        q,
+        page_stats,
+        page_table,
+        seq_lens,
+        scores,
+        page_size,
+        kind,
+        box_scale,
+        None,
+        softmax_scale,
+        group_reduce,
+        impl,
+    )
+    _select_pages(scores, seq_lens, page_ids, page_counts, page_size, budget, None, sink_pages, recent_pages, impl)
+    _attend_pages(
+        q,
+        k_cache,
+        v_cache,
+        page_table,
+        seq_lens,
+        page_ids,
+        page_counts,
+        out,
+        lse,
+        softmax_scale,
+        softcap,
+        sinks,
+        None,
+        k_scale,
+        v_scale,
+        impl,
+    )
+
+
 def _merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, out: Tensor, lse: Tensor, impl: str) -> None:
     if out.numel():
         _run(impl, "merge").merge_states(out_a, lse_a, out_b, lse_b, out, lse)
@@ -235,4 +296,5 @@ rebuild_page_stats = _op("rebuild_page_stats", ("page_stats",))(_rebuild_page_st
 score_pages = _op("score_pages", ("scores",))(_score_pages)
 select_pages = _op("select_pages", ("page_ids", "page_counts"))(_select_pages)
 attend_pages = _op("attend_pages", ("out", "lse"))(_attend_pages)
+sparse_decode = _op("sparse_decode", ("scores", "page_ids", "page_counts", "out", "lse"))(_sparse_decode)
 merge_states = _op("merge_states", ("out", "lse"))(_merge_states)

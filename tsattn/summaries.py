@@ -155,8 +155,9 @@ def _toward(x: Tensor, dtype: torch.dtype, direction: float) -> Tensor:
 def store_statistics(statistics: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
     """Round ``statistics`` [..., M, D] to the storage dtype, so that what ``kind`` claims still holds.
 
-    Bounds are rounded outwards, estimates to nearest even.
+    Bounds are rounded outwards, estimates to nearest even. There is one zero, +0.
     """
+    statistics = statistics + 0.0
     if not SUMMARIES[kind].directed:
         return statistics.to(torch.float32).to(dtype) if dtype != torch.float64 else statistics.to(dtype)
     low, high = statistics.unbind(dim=-2)
