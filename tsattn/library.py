@@ -175,7 +175,7 @@ def _select_pages(
     )
 
 
-def _attend_pages(
+def _attend_checked(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
@@ -193,11 +193,6 @@ def _attend_pages(
     v_scale: Tensor | None,
     impl: str,
 ) -> None:
-    page_size, num_pages = k_cache.shape[1], k_cache.shape[0]
-    if page_ids is None or page_counts is None:
-        contents.table(page_table, seq_lens, page_size, num_pages, window)
-    else:
-        contents.selected(page_table, seq_lens, PageSelection(page_ids, page_counts), page_size, num_pages, window)
     contents.scale("k_scale", k_scale)
     contents.scale("v_scale", v_scale)
     if q.shape[0] == 0:
@@ -222,6 +217,49 @@ def _attend_pages(
         window=window,
         k_scale=k_scale,
         v_scale=v_scale,
+    )
+
+
+def _attend_pages(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    page_ids: Tensor | None,
+    page_counts: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    softmax_scale: float,
+    softcap: float,
+    sinks: Tensor | None,
+    window: int | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    impl: str,
+) -> None:
+    page_size, num_pages = k_cache.shape[1], k_cache.shape[0]
+    if page_ids is None or page_counts is None:
+        contents.table(page_table, seq_lens, page_size, num_pages, window)
+    else:
+        contents.selected(page_table, seq_lens, PageSelection(page_ids, page_counts), page_size, num_pages, window)
+    _attend_checked(
+        q,
+        k_cache,
+        v_cache,
+        page_table,
+        seq_lens,
+        page_ids,
+        page_counts,
+        out,
+        lse,
+        softmax_scale,
+        softcap,
+        sinks,
+        window,
+        k_scale,
+        v_scale,
+        impl,
     )
 
 
@@ -266,7 +304,8 @@ def _sparse_decode(
         impl,
     )
     _select_pages(scores, seq_lens, page_ids, page_counts, page_size, budget, None, sink_pages, recent_pages, impl)
-    _attend_pages(
+    # Scoring has looked at the table, and the lists are our own.
+    _attend_checked(
         q,
         k_cache,
         v_cache,

@@ -108,11 +108,11 @@ def attend_pages(
             continue
         physical = page_table[r].long()[pages]
         # The last page of a row is its only partial one; where every list ends with it, cut the tail instead of masking.
-        tail = num_pages * page_size - length if counts is None and bool((pages[:, -1] == num_pages - 1).all()) else 0
-        read = pages.shape[1] * page_size - tail
+        ends_last = counts is None and bool((pages[:, -1] == num_pages - 1).all())
+        read = pages.shape[1] * page_size - (num_pages * page_size - length if ends_last else 0)
         key = _widened(take_head_pages(k_cache, physical, heads).flatten(1, 2)[:, :read], heads, k_scale)
         value = _widened(take_head_pages(v_cache, physical, heads).flatten(1, 2)[:, :read], heads, v_scale)
-        hidden = _hidden_tokens(pages, counts, page_size, read, length, first)
+        hidden = None if ends_last and first == 0 else _hidden_tokens(pages, counts, page_size, read, length, first)
         query = q[r].float().reshape(list_heads, -1, q.shape[2])
         row_out, row_lse = _row_attention(query, key, value, hidden, softmax_scale, softcap, grouped_sinks)
         out[r] = row_out.flatten(0, 1).to(out.dtype)
