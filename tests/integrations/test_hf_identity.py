@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import transformers
 
 from tests.integrations.models import CACHE, NAMES, SDPA, build, given, prompts
 from tsattn import SparseConfig
@@ -127,6 +128,10 @@ def test_assisted_generation_crops_what_was_not_accepted(name):
     for parameter in assistant.parameters():  # a draft model that is wrong now and then
         parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)))
     want = generate(model, [30], new=24, do_sample=False)
+    try:
+        generate(model, [30], new=24, do_sample=False, assistant_model=assistant)
+    except RuntimeError as fault:
+        pytest.skip(f"Transformers {transformers.__version__} itself can't assist {name}: {fault}")
     with hf.sparse(model, COVERING) as handle:
         assert torch.equal(generate(model, [30], new=24, do_sample=False, assistant_model=assistant), want)
     assert handle.stats()["dense_chunks"] > len(handle.stats()["layers"])

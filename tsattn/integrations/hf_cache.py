@@ -321,6 +321,15 @@ class SparseCache(DynamicCache):  # type: ignore[misc]
         for layer in self.paged_layers:
             layer.recorder = recorder
 
+    def reset(self) -> None:
+        """Forget everything, in every layer."""
+        super().reset()
+        for layer in self.layers:
+            # Transformers before 5.18 fills a dynamic layer with zeros and keeps its length.
+            if isinstance(layer, DynamicLayer) and not isinstance(layer, PagedLayer):
+                layer.keys = layer.values = None
+                layer.is_initialized = False
+
     def stats(self) -> dict[str, Any]:
         """What the decode steps over this cache have read, see :meth:`Recorder.stats`."""
         return self.paged_layers[0].recorder.stats()
