@@ -184,17 +184,16 @@ def _attend_kernel(
         acc = acc * fade[:, None] + dot(as_operand(p, element, DOT_F32), as_operand(v, element, DOT_F32), DOT_F32)
         m = new_m
 
-    if num_splits == 1:
-        if sinks is not None:
-            # One more logit with no value; a row that sees nothing stays empty.
-            sink = tl.load(sinks + head * stride_sink, mask=g < GL, other=float("-inf"))
-            sink = tl.where(m == float("-inf"), float("-inf"), to_f32(sink) * LOG2E)
-            new_m = tl.maximum(m, sink)
-            shift = tl.where(new_m == float("-inf"), 0.0, new_m)
-            fade = tl.exp2(m - shift)
-            l = l * fade + tl.exp2(sink - shift)
-            acc = acc * fade[:, None]
-            m = new_m
+    if sinks is not None:
+        # One more logit with no value, once per row: splits leave it to the merge. A row that sees nothing stays empty.
+        sink = to_f32(tl.load(sinks + head * stride_sink, mask=g < GL, other=float("-inf"))) * LOG2E
+        sink = tl.where((m == float("-inf")) | (num_splits > 1), float("-inf"), sink)
+        new_m = tl.maximum(m, sink)
+        shift = tl.where(new_m == float("-inf"), 0.0, new_m)
+        fade = tl.exp2(m - shift)
+        l = l * fade + tl.exp2(sink - shift)
+        acc = acc * fade[:, None]
+        m = new_m
     result = acc / tl.where(l == 0.0, 1.0, l)[:, None]
     if v_scale is not None:
         result *= tl.load(v_scale + kv_head * stride_vscale)

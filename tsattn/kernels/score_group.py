@@ -23,9 +23,7 @@ from tsattn.tuning.space import pick
 
 
 @triton.jit(do_not_specialize=["N"])
-def _page_lse_kernel(
-    lse, per_head, seq_lens, stride_len, N, HQ: tl.constexpr, S: tl.constexpr, BLOCK_N: tl.constexpr
-):
+def _page_lse_kernel(lse, per_head, seq_lens, stride_len, N, HQ: tl.constexpr, S: tl.constexpr, BLOCK_N: tl.constexpr):
     """lse[r, h] = log of the sum of exp of the finite scores of the row's pages; -inf where there is none."""
     row = (tl.program_id(0) // HQ).to(tl.int64)
     num_used = pages_of(tl.load(seq_lens + row * stride_len), N, S)

@@ -66,9 +66,7 @@ def select_pages(
     recent_pages: int,
 ) -> None:
     """Write the chosen pages of every row and list head, and how many they are."""
-    args = SelectArgs(
-        scores, seq_lens, page_ids, page_counts, budget, None, page_size, sink_pages, recent_pages
-    )
+    args = SelectArgs(scores, seq_lens, page_ids, page_counts, budget, None, page_size, sink_pages, recent_pages)
     if args.num_lists == 0:
         return
     with on_device_of(scores):

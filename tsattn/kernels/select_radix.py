@@ -265,9 +265,7 @@ def _select_stream_kernel(
         for first in range(low, high, BLOCK_N):
             n = first + tl.arange(0, BLOCK_N)
             keys = load_keys(scores_row, stride_sn, n, low, high)
-            above_before, at_before = _emit(
-                ids_row, stride_ik, n, keys, threshold, ties, above_before, at_before, sinks
-            )
+            above_before, at_before = _emit(ids_row, stride_ik, n, keys, threshold, ties, above_before, at_before, sinks)
 
 
 def _warps(block: int) -> int:
@@ -281,7 +279,8 @@ def max_block() -> int:
 
 def fits_two_levels(num_cells: int, width: int) -> bool:
     """Whether the candidates of all chunks fit one program."""
-    return triton.cdiv(num_cells, max_block()) * width <= max_block()
+    chunks = -(-num_cells // max_block())
+    return chunks * width <= max_block()
 
 
 def select_tile(args: SelectArgs) -> None:

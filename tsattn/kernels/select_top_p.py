@@ -43,9 +43,7 @@ def _forced(n, num_used, sink_end, sinks, recent):
 
 
 @triton.jit
-def _mass_reached(
-    scores_row, stride_n, num_used, sink_end, sinks, recent, top, threshold, BLOCK_N: tl.constexpr
-):
+def _mass_reached(scores_row, stride_n, num_used, sink_end, sinks, recent, top, threshold, BLOCK_N: tl.constexpr):
     """(weight of the forced pages and of those whose key is at least `threshold`, number of the latter)."""
     mass = tl.full([], 0.0, tl.float64)
     count = 0
@@ -107,29 +105,21 @@ def _top_p_kernel(
     row_scores = scores + row * stride_sr + head * stride_sh
     top = _top_finite(row_scores, stride_sn, num_used, BLOCK_N)
     inf_key = tl.full([], _INF_KEY, tl.uint32)
-    _mass, num_unbounded = _mass_reached(
-        row_scores, stride_sn, num_used, sink_end, sinks, recent, top, inf_key, BLOCK_N
-    )
+    _mass, num_unbounded = _mass_reached(row_scores, stride_sn, num_used, sink_end, sinks, recent, top, inf_key, BLOCK_N)
     wanted = num_unbounded
     if top > float("-inf"):
         everything = tl.full([], 0, tl.uint32)
-        total, _count = _mass_reached(
-            row_scores, stride_sn, num_used, sink_end, sinks, recent, top, everything, BLOCK_N
-        )
+        total, _count = _mass_reached(row_scores, stride_sn, num_used, sink_end, sinks, recent, top, everything, BLOCK_N)
         goal = top_p_bits.to(tl.int64).to(tl.float64, bitcast=True) * total
         # The largest key whose pages, with the forced ones, still reach the goal.
         threshold = everything
         for i in range(32):
             trial = threshold | (tl.full([], 1, tl.uint32) << (31 - i))
-            mass, _count = _mass_reached(
-                row_scores, stride_sn, num_used, sink_end, sinks, recent, top, trial, BLOCK_N
-            )
+            mass, _count = _mass_reached(row_scores, stride_sn, num_used, sink_end, sinks, recent, top, trial, BLOCK_N)
             threshold = tl.where(mass >= goal, trial, threshold)
         # At 0xFFFFFFFF, where the forced pages alone suffice, nothing lies above, and + 1 must not wrap.
         beyond = tl.where(threshold == 0xFFFFFFFF, threshold, threshold + 1).to(tl.uint32)
-        mass_above, num_above = _mass_reached(
-            row_scores, stride_sn, num_used, sink_end, sinks, recent, top, beyond, BLOCK_N
-        )
+        mass_above, num_above = _mass_reached(row_scores, stride_sn, num_used, sink_end, sinks, recent, top, beyond, BLOCK_N)
         each = _weights(_score_of_key(threshold), top)
         missing = tl.maximum(goal - mass_above, 0.0)
         ties = tl.ceil(tl.where(each > 0.0, missing / each, 0.0)).to(tl.int32)
