@@ -201,8 +201,8 @@ def score_pages(
     group = num_heads // num_kv_heads
     whole_rows = group_reduce in ("softmax", "mix")
     target = scores.new_empty((num_rows, num_heads, num_cells)) if whole_rows else scores
-    by_tensor = isinstance(box_scale, torch.Tensor)
-    is_bound = not by_tensor and box_scale == 1.0
+    box_tensor, box = (box_scale, 1.0) if isinstance(box_scale, torch.Tensor) else (None, float(box_scale))
+    is_bound = box_tensor is None and box == 1.0
     is_means = kind == "means"
 
     element_size = page_stats.element_size()
@@ -219,16 +219,16 @@ def score_pages(
             page_stats,
             page_table,
             seq_lens,
-            box_scale if by_tensor else None,
+            box_tensor,
             *target.stride(),
             *q.stride()[:2],
             *page_stats.stride()[:2],
             *page_table.stride(),
             seq_lens.stride(0),
-            stride_or_zero(box_scale) if by_tensor else 0,
+            stride_or_zero(box_tensor),
             num_cells,
             num_pages,
-            1.0 if by_tensor else float(box_scale),
+            box,
             float(softmax_scale),
             math.log(-(-page_size // part_slots)),
             HKV=num_kv_heads,

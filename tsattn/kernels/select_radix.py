@@ -279,7 +279,8 @@ def max_block() -> int:
 
 def fits_two_levels(num_cells: int, width: int) -> bool:
     """Whether the candidates of all chunks fit one program."""
-    return triton.cdiv(num_cells, max_block()) * width <= max_block()
+    chunks = -(-num_cells // max_block())
+    return chunks * width <= max_block()
 
 
 def select_tile(args: SelectArgs) -> None:
