@@ -86,12 +86,12 @@ def attend_pages(
 def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, out: Tensor, lse: Tensor) -> None:
     """Join two attention results over disjoint tokens; an empty state (-inf) changes no bit of the other."""
     a, b = lse_a.double(), lse_b.double()
+    no_a, no_b = lse_a == -math.inf, lse_b == -math.inf
     top = torch.maximum(a, b)
-    shift = torch.where(top == -math.inf, 0.0, top)
-    weight_a, weight_b = (a - shift).exp(), (b - shift).exp()
-    total = weight_a + weight_b
-    part_a = torch.where(weight_a[..., None] == 0, 0.0, weight_a[..., None] * out_a.double())
-    part_b = torch.where(weight_b[..., None] == 0, 0.0, weight_b[..., None] * out_b.double())
-    merged = (part_a + part_b) / torch.where(total == 0, 1.0, total)[..., None]
-    out.copy_(merged)
-    lse.copy_(shift + total.log())
+    weight_a, weight_b = (a - top).exp()[..., None], (b - top).exp()[..., None]
+    merged = (weight_a * out_a.double() + weight_b * out_b.double()) / (weight_a + weight_b)
+    merged_lse = top + (weight_a + weight_b).log().squeeze(-1)
+    # The state beside an empty one is copied, not computed: even -0 and NaN stay, whatever the empty one's output holds.
+    one = torch.where(no_b[..., None], out_a, out_b).masked_fill((no_a & no_b)[..., None], 0)
+    out.copy_(torch.where((no_a | no_b)[..., None], one.double(), merged))
+    lse.copy_(torch.where(no_a | no_b, torch.where(no_b, a, b), merged_lse))

@@ -1,0 +1,106 @@
+"""Oracles in numpy and plain Python, independent of the package: written from the definitions, in fp64."""
+
+import itertools
+import math
+
+import numpy as np
+import torch
+
+
+def wide(x):
+    """A tensor of any dtype as a numpy array in fp64."""
+    return x.double().numpy() if x.dtype != torch.float8_e4m3fn else x.float().double().numpy()
+
+
+def softmax_attention(q, k, v, scale, softcap=0.0, sinks=None):
+    """Attention of heads q [G, D] over tokens k, v [T, D]: out [G, D], natural-log LSE [G]."""
+    q, k, v = wide(q), wide(k), wide(v)
+    if len(k) == 0:
+        return np.zeros_like(q), np.full(len(q), -np.inf)
+    logits = scale * np.einsum("gd,td->gt", q, k)
+    if softcap:
+        logits = softcap * np.tanh(logits / softcap)
+    extra = np.full((len(q), 1), -np.inf) if sinks is None else wide(sinks)[:, None]
+    top = np.maximum(logits.max(axis=1, keepdims=True), extra)
+    weights = np.exp(logits - top)
+    total = weights.sum(axis=1, keepdims=True) + np.exp(extra - top)
+    return weights @ v / total, (top + np.log(total))[:, 0]
+
+
+def page_statistics(keys, kind, m):
+    """Statistics [M, D] of the keys [fill, D] of one page that has room for ``keys.shape[0]`` or more tokens.
+
+    ``keys`` is (array [fill, D] fp64, page_size).
+    """
+    filled, page_size = keys
+    if kind == "minmax":
+        return np.stack((filled.min(axis=0), filled.max(axis=0)))
+    if kind == "meanvar":
+        return np.stack((filled.mean(axis=0), filled.var(axis=0)))
+    width = math.ceil(page_size / m)
+    parts = [filled[j * width : (j + 1) * width] for j in range(m)]
+    return np.stack([part.mean(axis=0) if len(part) else np.zeros(filled.shape[1]) for part in parts])
+
+
+def box_corner_maximum(q, low, high):
+    """The largest q.k over all corners of the box [low, high]: the bound by definition, for small D."""
+    return max(float(np.dot(q, corner)) for corner in itertools.product(*zip(low, high, strict=True)))
+
+
+def log_mean_exp(logits):
+    """log(mean(exp(logits))) over the last axis."""
+    top = logits.max(axis=-1, keepdims=True)
+    return (top + np.log(np.exp(logits - top).mean(axis=-1, keepdims=True)))[..., 0]
+
+
+def forced_set(num_pages, kept, sink_pages, recent_pages):
+    """Forced pages by definition: walk from the newest recent page back, then from the newest sink page back."""
+    recent = [n for n in range(num_pages - 1, -1, -1) if n >= num_pages - recent_pages]
+    sinks = [n for n in range(num_pages - 1, -1, -1) if n < sink_pages and n not in recent[:kept]]
+    return (recent + sinks)[:kept]
+
+
+def top_pages(scores, kept, sink_pages=0, recent_pages=0):
+    """The pages chosen, ascending: forced ones, then score descending and page ascending; NaN counts as +inf."""
+    clean = [math.inf if math.isnan(s) else s for s in scores]
+    forced = forced_set(len(clean), kept, sink_pages, recent_pages)
+    order = sorted((n for n in range(len(clean)) if n not in forced), key=lambda n: -clean[n])  # sorted() is stable
+    return sorted(forced + order[: kept - len(forced)])
+
+
+def selected(selection, row, head):
+    """The valid ids of one list, after checking its form: ascending, different, -1 behind."""
+    ids, count = selection.page_ids[row, head].tolist(), int(selection.page_counts[row, head])
+    assert 0 <= count <= len(ids)
+    assert all(a < b for a, b in itertools.pairwise(ids[:count])), f"not ascending: {ids}"
+    assert ids[count:] == [-1] * (len(ids) - count), f"tail is not -1: {ids}"
+    assert all(n >= 0 for n in ids[:count])
+    return ids[:count]
+
+
+def pairwise(**options):
+    """A small list of dicts in which every pair of values of two options occurs together at least once (greedy)."""
+    names = list(options)
+    missing = {
+        ((a, x), (b, y))
+        for (i, a), (j, b) in itertools.product(enumerate(names), repeat=2)
+        if i < j
+        for x in range(len(options[a]))
+        for y in range(len(options[b]))
+    }
+    rows = []
+    while missing:
+        row = dict(sorted(min(missing)))
+        for name in names:
+            if name in row:
+                continue
+
+            def gain(x, name=name, row=row):
+                pairs = (tuple(sorted(((name, x), other), key=lambda p: names.index(p[0]))) for other in row.items())
+                return sum(pair in missing for pair in pairs)
+
+            row[name] = max(range(len(options[name])), key=lambda x: (gain(x), -((x + len(rows)) % len(options[name]))))
+        taken = sorted(row.items(), key=lambda p: names.index(p[0]))
+        missing -= set(itertools.combinations(taken, 2))
+        rows.append({name: options[name][x] for name, x in row.items()})
+    return rows
