@@ -187,7 +187,7 @@ def select_pages(
         limit but N (or the width of ``out``).
     top_p : float, optional
         Keep the smallest set of best pages whose share of the row's sum of exp(score) reaches ``top_p``, within the budget
-        and never without the forced pages.
+        and never without the forced pages. 1 leaves out nothing.
     sink_pages, recent_pages : int
         The first and the last pages are kept whatever their score; if they don't fit in K, the newest win.
     out : PageSelection, optional
@@ -220,11 +220,10 @@ def select_pages(
         out = PageSelection(ids, torch.empty((rows, heads), dtype=torch.int32, device=scores.device))
     elif isinstance(budget, int) and out.page_ids.shape[2] != kept:
         raise ValueError(f"out.page_ids must have K = ceil(budget / page_size) = {kept}, got {out.page_ids.shape[2]}")
-    budgets = budget if isinstance(budget, Tensor) else None
+    # A rounded sum may reach the whole before its smallest terms, or never: a top_p of 1 is no limit.
+    limits = budget if isinstance(budget, Tensor) else None, None if top_p == 1 else top_p
     impl = library.choose_impl(impl, scores.device)
-    library.select_pages(
-        scores, seq_lens, out.page_ids, out.page_counts, page_size, budgets, top_p, sink_pages, recent_pages, impl
-    )
+    library.select_pages(scores, seq_lens, out.page_ids, out.page_counts, page_size, *limits, sink_pages, recent_pages, impl)
     return out
 
 

@@ -77,7 +77,9 @@ def _filled(keys: Tensor, fill: Tensor) -> Tensor:
 
 def _update_minmax(keys: Tensor, fill: Tensor, m: int) -> Tensor:
     filled = _filled(keys, fill)
-    # amin and amax hand a NaN on: a page with a NaN key must not look healthy.
+    # amin and amax hand a NaN on: a page with a NaN key must not look healthy. Adding 0 leaves one zero: which of -0 and +0
+    # a reduction finds first depends on its order.
+    keys = keys + 0.0
     low = torch.where(filled, keys, math.inf).amin(dim=-2)
     high = torch.where(filled, keys, -math.inf).amax(dim=-2)
     return torch.stack((low, high), dim=-2)

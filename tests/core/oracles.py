@@ -27,12 +27,8 @@ def softmax_attention(q, k, v, scale, softcap=0.0, sinks=None):
     return weights @ v / total, (top + np.log(total))[:, 0]
 
 
-def page_statistics(keys, kind, m):
-    """Statistics [M, D] of the keys [fill, D] of one page that has room for ``keys.shape[0]`` or more tokens.
-
-    ``keys`` is (array [fill, D] fp64, page_size).
-    """
-    filled, page_size = keys
+def page_statistics(filled, page_size, kind, m):
+    """Statistics [M, D] in fp64 of the first keys of a page, ``filled`` [fill, D]."""
     if kind == "minmax":
         return np.stack((filled.min(axis=0), filled.max(axis=0)))
     if kind == "meanvar":
@@ -83,24 +79,22 @@ def pairwise(**options):
     names = list(options)
     missing = {
         ((a, x), (b, y))
-        for (i, a), (j, b) in itertools.product(enumerate(names), repeat=2)
-        if i < j
+        for a, b in itertools.combinations(names, 2)
         for x in range(len(options[a]))
         for y in range(len(options[b]))
     }
+
+    def pairs(row):
+        return set(itertools.combinations([(name, row[name]) for name in names if name in row], 2))
+
     rows = []
     while missing:
-        row = dict(sorted(min(missing)))
+        row = dict(min(missing))
         for name in names:
-            if name in row:
-                continue
-
-            def gain(x, name=name, row=row):
-                pairs = (tuple(sorted(((name, x), other), key=lambda p: names.index(p[0]))) for other in row.items())
-                return sum(pair in missing for pair in pairs)
-
-            row[name] = max(range(len(options[name])), key=lambda x: (gain(x), -((x + len(rows)) % len(options[name]))))
-        taken = sorted(row.items(), key=lambda p: names.index(p[0]))
-        missing -= set(itertools.combinations(taken, 2))
-        rows.append({name: options[name][x] for name, x in row.items()})
+            if name not in row:
+                turn = len(rows)  # among equally useful values take another one each time
+                choices = sorted(range(len(options[name])), key=lambda x: (x + turn) % len(options[name]))  # noqa: B023
+                row[name] = max(choices, key=lambda x: len(pairs({**row, name: x}) & missing))  # noqa: B023
+        missing -= pairs(row)
+        rows.append({name: options[name][row[name]] for name in names})
     return rows
