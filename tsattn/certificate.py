@@ -61,7 +61,7 @@ def unread_mass_bound(
     rows, heads_q, dim = q.shape
     num_pages, heads_kv = page_stats.shape[:2]
     width = page_table.shape[1]
-    grouped = q.double().reshape(rows, heads_kv, -1, dim)  # [R, HKV, G, D]
+    grouped = q.double().reshape(rows, heads_kv, heads_q // heads_kv, dim)  # [R, HKV, G, D]
     low_part, high_part = grouped.clamp_max(0.0), grouped.clamp_min(0.0)
     lengths = seq_lens.long()[:, None]
     unread = ~_read_pages(selection, heads_q, width)

@@ -93,8 +93,8 @@ def pairwise(**options):
         for name in names:
             if name not in row:
                 turn = len(rows)  # among equally useful values take another one each time
-                choices = sorted(range(len(options[name])), key=lambda x: (x + turn) % len(options[name]))  # noqa: B023
-                row[name] = max(choices, key=lambda x: len(pairs({**row, name: x}) & missing))  # noqa: B023
+                choices = sorted(range(len(options[name])), key=lambda x: (x + turn) % len(options[name]))
+                row[name] = max(choices, key=lambda x: len(pairs({**row, name: x}) & missing))
         missing -= pairs(row)
         rows.append({name: options[name][row[name]] for name in names})
     return rows

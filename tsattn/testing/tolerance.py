@@ -2,6 +2,7 @@
 
 A result is judged by its error against fp64, and that error by the error which the same computation makes in plain PyTorch in
 the low precision (the yardstick): at most ``FACTOR`` times as large, or ``FLOOR_STEPS`` rounding steps of the result's dtype.
+Steps of the result, or, where it is a sum that cancels, fp32 steps of the sum's largest terms: the yardstick may be lucky there.
 So a bound follows from the data and needs no literal in any test. Infinities and NaN must stand in the same places.
 """
 
@@ -21,7 +22,9 @@ def _finite_error(actual: Tensor, exact: Tensor) -> float:
     return float((actual.double() - exact.double())[finite].abs().max()) if bool(finite.any()) else 0.0
 
 
-def assert_close(actual: Tensor, exact: Tensor, yardstick: Tensor | None = None, *, what: str = "result") -> None:
+def assert_close(
+    actual: Tensor, exact: Tensor, yardstick: Tensor | None = None, *, magnitude: Tensor | float = 0.0, what: str = "result"
+) -> None:
     """Judge ``actual`` against ``exact`` (fp64).
 
     Parameters
@@ -30,6 +33,8 @@ def assert_close(actual: Tensor, exact: Tensor, yardstick: Tensor | None = None,
         Of one shape.
     yardstick : torch.Tensor, optional
         The same quantity from plain PyTorch in the precision of the inputs. None leaves only the rounding steps.
+    magnitude : torch.Tensor or float
+        The largest sum of absolute values of the terms that an element is a sum of, accumulated in fp32.
     what : str
         Names the quantity in the message.
 
@@ -52,11 +57,33 @@ def assert_close(actual: Tensor, exact: Tensor, yardstick: Tensor | None = None,
     finite = exact[exact.isfinite()]
     largest = float(finite.abs().max()) if finite.numel() else 0.0
     allowed = FLOOR_STEPS * torch.finfo(actual.dtype).eps * max(largest, torch.finfo(actual.dtype).tiny)
+    allowed = max(allowed, FLOOR_STEPS * torch.finfo(torch.float32).eps * float(magnitude))
     if yardstick is not None:
         allowed = max(allowed, FACTOR * _finite_error(yardstick, exact))
     error = _finite_error(actual, exact)
     if not error <= allowed:
         raise AssertionError(f"{what}: error {error:.3g} against fp64, allowed {allowed:.3g} (largest value {largest:.3g})")
+
+
+def assert_bound(bound: Tensor, exact: Tensor, magnitude: Tensor, *, what: str = "bound") -> None:
+    """Judge that ``bound`` is never below ``exact`` (fp64), but for the rounding of a sum.
+
+    Parameters
+    ----------
+    bound, exact : torch.Tensor
+        Of one shape.
+    magnitude : torch.Tensor
+        The sum of the absolute values of the terms of ``exact``: a sum rounds in steps of that.
+
+    Raises
+    ------
+    AssertionError
+    """
+    slack = FLOOR_STEPS * torch.finfo(bound.dtype).eps * magnitude.double()
+    below = bound.double() < exact.double() - slack
+    if bool(below.any()):
+        place = tuple(below.nonzero()[0].tolist())
+        raise AssertionError(f"{what}: {int(below.sum())} are too low, first at {list(place)}: {bound[place]} < {exact[place]}")
 
 
 def plain_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -91,9 +118,12 @@ def assert_attention(
     exact_lse = torch.logsumexp(logits, dim=-1)
     exact_out = torch.softmax(logits, dim=-1) @ values.double()
     yard_out, yard_lse = plain_attention(q, keys, values, scale)
-    assert_close(out, exact_out, yard_out, what=f"{what} out")
+    # An error of a logit is one of the LSE, and a relative one of the weights.
+    terms = (q.double().abs() @ keys.double().abs().T).nan_to_num(nan=0.0, posinf=0.0).max() * scale
+    largest = values.double().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).abs().max()
+    assert_close(out, exact_out, yard_out, magnitude=terms * largest, what=f"{what} out")
     if lse is not None:
-        assert_close(lse, exact_lse, yard_lse, what=f"{what} lse")
+        assert_close(lse, exact_lse, yard_lse, magnitude=terms, what=f"{what} lse")
 
 
 def assert_same_bits(actual: Tensor, expected: Tensor, what: str = "result") -> None:
