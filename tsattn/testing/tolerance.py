@@ -2,7 +2,7 @@
 
 A result is judged by its error against fp64, and that error by the error which the same computation makes in plain PyTorch in
 the low precision (the yardstick): at most ``FACTOR`` times as large, or ``FLOOR_STEPS`` rounding steps of the result's dtype.
-Steps of the result, or, where it is a sum that cancels, fp32 steps of the sum's largest terms: the yardstick may be lucky there.
+Steps of the result, or, where it is a sum that cancels, fp32 steps of the sum's largest terms: the yardstick may be lucky.
 So a bound follows from the data and needs no literal in any test. Infinities and NaN must stand in the same places.
 """
 

@@ -55,22 +55,29 @@ def _hidden_tokens(pages: Tensor, counts: Tensor | None, page_size: int, read: i
 
 
 def _row_lists(
-    page_ids: Tensor | None, page_counts: Tensor | None, r: int, num_pages: int, first_page: int, list_heads: int
+    page_ids: Tensor | None, page_counts: Tensor | None, r: int, everything: Tensor, heads_kv: int
 ) -> tuple[Tensor, Tensor | None]:
-    """Logical pages [HL, k] of one row, and counts [HL] where the lists differ in length (cells behind are 0)."""
-    if page_ids is None or page_counts is None:
-        pages = torch.arange(first_page, num_pages)
-        return pages.expand(list_heads, -1), None
+    """Logical pages [HL, k] of one row, and counts [HL] where the lists differ in length (cells behind hold any page).
+
+    Lists that all hold ``everything`` [P], the pages that the row sees, become one list per KV head, whatever heads they were
+    made for: so they give the bits of dense attention.
+    """
+    dense = everything.expand(heads_kv, -1)
+    if page_ids is None or page_counts is None or everything.numel() == 0:
+        return dense, None
     counts = page_counts[r].long()
     pages = page_ids[r, :, : int(counts.max())].long()
     listed = torch.arange(pages.shape[1], device=pages.device) < counts[:, None]
-    good = listed & (pages >= first_page) & (pages < num_pages)
-    if bool(good.all()):
-        return pages, None
-    # Move what is to be read to the front, in order; the page that pads a short list is one the row has.
-    order = (~good).long().argsort(dim=1, stable=True)
-    kept = good.sum(dim=1)
-    pages = torch.where(good, pages, max(0, num_pages - 1)).gather(1, order)[:, : int(kept.max())]
+    good = listed & (pages >= everything[0]) & (pages <= everything[-1])
+    kept: Tensor | None = None
+    if not bool(good.all()):
+        # Move what is to be read to the front, in order; the page that pads a short list is one the row has.
+        order = (~good).long().argsort(dim=1, stable=True)
+        kept = good.sum(dim=1)
+        pages = torch.where(good, pages, everything[-1]).gather(1, order)[:, : int(kept.max())]
+        kept = None if bool((kept == pages.shape[1]).all()) else kept
+    if kept is None and pages.shape[1] == everything.numel() and bool((pages == everything).all()):
+        return dense, None
     return pages, kept
 
 
@@ -94,18 +101,17 @@ def attend_pages(
 ) -> None:
     """Attend to the listed pages of every row (``page_ids`` None: to all of them)."""
     page_size, heads_kv = k_cache.shape[1:3]
-    list_heads = heads_kv if page_ids is None else page_ids.shape[1]
-    heads = torch.arange(list_heads, device=q.device) * heads_kv // list_heads
-    grouped_sinks = None if sinks is None else sinks.float().view(list_heads, -1)
     for r, length in enumerate(seq_lens.tolist()):
         num_pages = -(-length // page_size)
         first = 0 if window is None else max(0, length - window)
-        pages, counts = _row_lists(page_ids, page_counts, r, num_pages, first // page_size, list_heads)
-        pages = pages.to(q.device)
+        everything = torch.arange(first // page_size, num_pages, device=q.device)
+        pages, counts = _row_lists(page_ids, page_counts, r, everything, heads_kv)
+        list_heads = pages.shape[0]
         if pages.shape[1] == 0:
             out[r] = 0.0
             lse[r] = -math.inf
             continue
+        heads = torch.arange(list_heads, device=q.device) * heads_kv // list_heads
         physical = page_table[r].long()[pages]
         # The last page of a row is its only partial one; where every list ends with it, cut the tail instead of masking.
         ends_last = counts is None and bool((pages[:, -1] == num_pages - 1).all())
@@ -114,7 +120,8 @@ def attend_pages(
         value = _widened(take_head_pages(v_cache, physical, heads).flatten(1, 2)[:, :read], heads, v_scale)
         hidden = None if ends_last and first == 0 else _hidden_tokens(pages, counts, page_size, read, length, first)
         query = q[r].float().reshape(list_heads, -1, q.shape[2])
-        row_out, row_lse = _row_attention(query, key, value, hidden, softmax_scale, softcap, grouped_sinks)
+        row_sinks = None if sinks is None else sinks.float().view(list_heads, -1)
+        row_out, row_lse = _row_attention(query, key, value, hidden, softmax_scale, softcap, row_sinks)
         out[r] = row_out.flatten(0, 1).to(out.dtype)
         lse[r] = row_lse.flatten()
 
