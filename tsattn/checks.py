@@ -56,6 +56,18 @@ def _channels_contiguous(name: str, value: Tensor) -> None:
         raise ValueError(f"{name} must have contiguous channels (last stride 1), got strides {value.stride()}")
 
 
+def _writable(named: Mapping[str, Tensor | None]) -> None:
+    for name, value in named.items():
+        if value is not None and any(s == 0 and n > 1 for s, n in zip(value.stride(), value.shape, strict=True)):
+            raise ValueError(f"{name} is written to and must not overlap itself, got strides {value.stride()}")
+
+
+def _number(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    return float(value)
+
+
 def _head_dim(name: str, dim: int) -> None:
     if not 1 <= dim <= MAX_HEAD_DIM:
         raise ValueError(f"{name} must have a head dim of 1 to {MAX_HEAD_DIM}, got {dim}")
@@ -125,7 +137,7 @@ def softmax_scale_of(softmax_scale: float | None, dim: int) -> float:
     """The scale given, or 1/sqrt(D) of the true head dim."""
     if softmax_scale is None:
         return 1.0 / math.sqrt(dim)
-    scale = float(softmax_scale)
+    scale = _number("softmax_scale", softmax_scale)
     if not (math.isfinite(scale) and scale >= 0):
         raise ValueError(f"softmax_scale must be finite and >= 0, got {softmax_scale!r}")
     return scale
@@ -171,6 +183,7 @@ def append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, page_stats: T
     tensors = {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "page_stats": page_stats, "slot_mapping": slots}
     _same_device(tensors)
     _no_gradient(tensors)
+    _writable({"k_cache": k_cache, "v_cache": v_cache, "page_stats": page_stats})
 
 
 def rebuild(k_cache: Tensor, page_stats: Tensor, page_table: Tensor, seq_lens: Tensor, kind: str) -> None:
@@ -180,7 +193,10 @@ def rebuild(k_cache: Tensor, page_stats: Tensor, page_table: Tensor, seq_lens: T
     num_pages, _, heads_kv, dim = k_cache.shape
     _statistics(page_stats, kind, num_pages, heads_kv, dim)
     _table(page_table, seq_lens, None)
-    _same_device({"k_cache": k_cache, "page_stats": page_stats, "page_table": page_table, "seq_lens": seq_lens})
+    tensors = {"k_cache": k_cache, "page_stats": page_stats, "page_table": page_table, "seq_lens": seq_lens}
+    _same_device(tensors)
+    _no_gradient(tensors)
+    _writable({"page_stats": page_stats})
 
 
 def score(
@@ -220,6 +236,7 @@ def score(
     tensors = {"q": q, "page_stats": page_stats, "page_table": page_table, "seq_lens": seq_lens, "box_scale": box, "out": out}
     _same_device(tensors)
     _no_gradient(tensors)
+    _writable({"out": out})
 
 
 def select(
@@ -266,12 +283,18 @@ def select(
         }
     )
     _no_gradient({"scores": scores})
+    _writable({} if out is None else {"out.page_ids": out.page_ids, "out.page_counts": out.page_counts})
+
+
+def selection_of(name: str, chosen: object) -> None:
+    """Refuse what is no pair of tensors."""
+    if not (isinstance(chosen, tuple) and len(chosen) == 2):
+        raise TypeError(f"{name} must be a PageSelection(page_ids, page_counts), got {type(chosen).__name__}")
 
 
 def selection(name: str, chosen: PageSelection, rows: int, heads: int | None) -> None:
     """Shapes and dtypes of a selection; ``heads`` None leaves the number of list heads open."""
-    if not (isinstance(chosen, tuple) and len(chosen) == 2):
-        raise TypeError(f"{name} must be a PageSelection(page_ids, page_counts), got {type(chosen).__name__}")
+    selection_of(name, chosen)
     ids, counts = chosen
     _tensor(f"{name}.page_ids", ids, 3, (torch.int32,), "[R, H, K]")
     _tensor(f"{name}.page_counts", counts, 2, (torch.int32,), "[R, H]")
@@ -309,7 +332,7 @@ def attend(
             raise ValueError(
                 f"selection must have one list per KV head ({heads_kv}) or per query head ({heads_q}), got {chosen[0].shape[1]}"
             )
-    if not (math.isfinite(softcap) and softcap >= 0):
+    if not (math.isfinite(_number("softcap", softcap)) and softcap >= 0):
         raise ValueError(f"softcap must be finite and >= 0 (0: none), got {softcap!r}")
     if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
         raise ValueError(f"window must be None or an int >= 1, got {window!r}")
@@ -334,9 +357,10 @@ def attend(
         }
     )
     _no_gradient({"q": q, "k_cache": k_cache, "v_cache": v_cache, "sinks": sinks, "out": out})
+    _writable({"out": out})
 
 
-def decode(q: Tensor, k_cache: Tensor, page_stats: Tensor, page_size: int, kind: str, vectors: int) -> None:
+def decode(k_cache: Tensor, page_stats: Tensor, page_size: int, kind: str, vectors: int) -> None:
     """That cache, statistics and configuration of a sparse decode belong together."""
     _cache("k_cache", k_cache)
     num_pages, cache_page_size, heads_kv, dim = k_cache.shape
@@ -344,6 +368,7 @@ def decode(q: Tensor, k_cache: Tensor, page_stats: Tensor, page_size: int, kind:
         raise ValueError(f"config.page_size is {page_size}, but k_cache has pages of {cache_page_size} tokens")
     _statistics(page_stats, kind, num_pages, heads_kv, dim)
     _same_device({"k_cache": k_cache, "page_stats": page_stats})
+    _no_gradient({"page_stats": page_stats})
     if page_stats.shape[2] != vectors:
         raise ValueError(f"config stores {vectors} vectors per page, but page_stats has M = {page_stats.shape[2]}")
 

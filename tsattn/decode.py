@@ -74,7 +74,9 @@ def sparse_decode(
     -----
     A row with at most ``config.token_budget`` tokens keeps all its pages and gives the bits of :func:`dense_decode`.
     """
-    checks.decode(q, k_cache, page_stats, config.page_size, config.kind, config.vectors)
+    if not isinstance(config, SparseConfig):
+        raise TypeError(f"config must be a SparseConfig, got {type(config).__name__}")
+    checks.decode(k_cache, page_stats, config.page_size, config.kind, config.vectors)
     if return_bound and config.kind != "minmax":
         raise ValueError(f"return_bound needs min/max statistics (kind 'minmax'), config.kind is {config.kind!r}")
     if return_bound and softcap:

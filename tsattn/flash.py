@@ -144,7 +144,7 @@ def sparse_attn_with_kvcache(
         heads_kv = k_pages.shape[2]
         stats_dtype = config.stats_dtype or q.dtype
         page_stats = torch.zeros((k_pages.shape[0], heads_kv, config.vectors, dim), dtype=stats_dtype, device=q.device)
-    checks.decode(q, k_pages, page_stats, page_size, config.kind, config.vectors)
+    checks.decode(k_pages, page_stats, page_size, config.kind, config.vectors)
     total = _append(k, v, k_pages, v_pages, page_stats, cache_seqlens, block_table, config, k_scale, v_scale, impl)
     if fresh:
         rebuild_page_stats(k_pages, page_stats, block_table, total, kind=config.kind, k_scale=k_scale, impl=impl)

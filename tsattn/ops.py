@@ -317,6 +317,7 @@ def attend_pages(
     torch.Tensor, or (out, lse)
         [R, HQ, D] in q's dtype. A row that sees no token has output 0 and LSE -inf.
     """
+    checks.selection_of("selection", selection)
     result = _attend(
         q,
         k_cache,
