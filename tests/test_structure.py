@@ -27,7 +27,7 @@ ARROWS = {
     "kernels": {"quantisation", "selection", "summaries", "tuning"},
     "ops": {"checks", "library", "selection"},
     "decode": {"certificate", "checks", "config", "library", "selection"},
-    "flash": {"checks", "config", "decode", "ops"},
+    "flash": {"checks", "config", "contents", "decode", "ops"},
     "cache": {"checks", "ops", "quantisation", "selection", "summaries"},
     "__init__": {"cache", "config", "decode", "flash", "library", "ops", "selection"},
     "testing": {"kernels", "quantisation", "reference", "selection", "summaries", "tuning"},

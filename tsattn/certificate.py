@@ -67,10 +67,10 @@ def unread_mass_bound(
     unread = ~_read_pages(selection, heads_q, width)
     mass = torch.full((rows, heads_q), -math.inf, dtype=torch.float64, device=q.device)
     reach = torch.zeros((rows, heads_kv, dim), dtype=torch.float64, device=q.device)
-    for start in range(0, width, PAGES_AT_ONCE):
+    for start in range(0, width if num_pages else 0, PAGES_AT_ONCE):
         pages = torch.arange(start, min(width, start + PAGES_AT_ONCE), device=q.device)
         tokens = (lengths - pages * page_size).clamp(0, page_size)  # [R, n]
-        physical = torch.where(tokens > 0, page_table[:, pages].long(), 0).clamp(0, max(0, num_pages - 1))
+        physical = torch.where(tokens > 0, page_table[:, pages].long(), 0).clamp(0, num_pages - 1)
         stats = torch.where((tokens > 0)[..., None, None, None], page_stats[physical].double(), 0.0)
         low, high = stats.unbind(dim=3)  # [R, n, HKV, D]
         bound = torch.einsum("rhgd,rnhd->rhgn", low_part, low) + torch.einsum("rhgd,rnhd->rhgn", high_part, high)

@@ -65,7 +65,7 @@ def _writable(named: Mapping[str, Tensor | None]) -> None:
 def _number(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} must be a number, got {value!r}")
-    return float(value)
+    return value
 
 
 def _head_dim(name: str, dim: int) -> None:
@@ -138,7 +138,7 @@ def softmax_scale_of(softmax_scale: float | None, dim: int) -> float:
     if softmax_scale is None:
         return 1.0 / math.sqrt(dim)
     scale = _number("softmax_scale", softmax_scale)
-    if not (math.isfinite(scale) and scale >= 0):
+    if not 0 <= scale < math.inf:
         raise ValueError(f"softmax_scale must be finite and >= 0, got {softmax_scale!r}")
     return scale
 
@@ -162,7 +162,7 @@ def scale_of(name: str, scale: float | Tensor | None, cache: Tensor) -> Tensor |
         return scale.expand(heads_kv)
     if isinstance(scale, bool) or not isinstance(scale, int | float):
         raise TypeError(f"{name} must be a float or an fp32 tensor, got {scale!r}")
-    if not (math.isfinite(scale) and scale > 0):
+    if not 0 < scale < math.inf:
         raise ValueError(f"{name} must be finite and positive, got {scale!r}")
     return torch.full((), float(scale), device=cache.device).expand(heads_kv)
 
@@ -227,7 +227,7 @@ def score(
         _shape("box_scale", box, (heads_kv,), "[HKV]")
     elif isinstance(box_scale, bool) or not isinstance(box_scale, int | float):
         raise TypeError(f"box_scale must be a float or an fp32 tensor [HKV], got {box_scale!r}")
-    elif not (math.isfinite(box_scale) and box_scale >= 0):
+    elif not 0 <= box_scale < math.inf:
         raise ValueError(f"box_scale must be finite and >= 0, got {box_scale!r}")
     if out is not None:
         heads = q.shape[1] if group_reduce == "none" else heads_kv
@@ -332,7 +332,7 @@ def attend(
             raise ValueError(
                 f"selection must have one list per KV head ({heads_kv}) or per query head ({heads_q}), got {chosen[0].shape[1]}"
             )
-    if not (math.isfinite(_number("softcap", softcap)) and softcap >= 0):
+    if not 0 <= _number("softcap", softcap) < math.inf:
         raise ValueError(f"softcap must be finite and >= 0 (0: none), got {softcap!r}")
     if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
         raise ValueError(f"window must be None or an int >= 1, got {window!r}")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tsattn import checks
+from tsattn import checks, contents
 from tsattn.config import SparseConfig
 from tsattn.decode import sparse_decode
 from tsattn.ops import append_kv, rebuild_page_stats
@@ -48,16 +48,50 @@ def _paged(cache: Tensor, block_table: Tensor | None, page_size: int, name: str)
     )
 
 
+def _lengths(cache_seqlens: int | Tensor, batch: int, device: torch.device) -> Tensor:
+    """Tokens in the cache per sequence, [B]."""
+    if isinstance(cache_seqlens, Tensor):
+        if cache_seqlens.dtype not in checks.INDEX_DTYPES:
+            raise TypeError(f"cache_seqlens must be an int or have dtype int32, int64, got {cache_seqlens.dtype}")
+        if tuple(cache_seqlens.shape) != (batch,):
+            raise ValueError(f"cache_seqlens must have shape [B] = [{batch}], got {list(cache_seqlens.shape)}")
+        return cache_seqlens
+    if isinstance(cache_seqlens, bool) or not isinstance(cache_seqlens, int):
+        raise TypeError(f"cache_seqlens must be an int or a tensor [B], got {cache_seqlens!r}")
+    return torch.full((batch,), cache_seqlens, dtype=torch.int32, device=device)
+
+
+def _new_tokens(k: Tensor | None, v: Tensor | None, batch: int) -> int:
+    """How many tokens k and v bring to every sequence."""
+    if k is None and v is None:
+        return 0
+    for name, new in (("k", k), ("v", v)):
+        if new is None:
+            raise ValueError(f"k and v must be given together, but {name} is None")
+        if new.dim() != 4 or new.shape[0] != batch:
+            raise ValueError(f"{name} must have shape [B, Snew, HKV, D] with B = {batch}, got {list(new.shape)}")
+    return k.shape[1] if k is not None else 0
+
+
 def _new_slots(table: Tensor, before: Tensor, count: int, page_size: int) -> Tensor:
-    """Slots [B * count] of the tokens at positions before, before + 1, ..."""
+    """Slots [B * count] of the tokens at positions before, before + 1, ...; -1 where the table has no room."""
     positions = before.long()[:, None] + torch.arange(count, device=before.device)
-    pages = table.long().gather(1, positions // page_size)
-    return (pages * page_size + positions % page_size).flatten()
+    room = (positions >= 0) & (positions < table.shape[1] * page_size)
+    pages = table.long().gather(1, torch.where(room, positions // page_size, 0))
+    return torch.where(room, pages * page_size + positions % page_size, -1).flatten()
 
 
-def _room(before: Tensor, count: int, capacity: int) -> None:
-    if before.device.type == "cpu" and before.numel() and int(before.max()) + count > capacity:
-        raise ValueError(f"cache_seqlens plus the {count} new tokens exceeds the {capacity} tokens of a block_table row")
+def _look(before: Tensor, count: int, lengths: Tensor, table: Tensor, page_size: int, num_pages: int) -> None:
+    """What the ops would find wrong in lengths and tables, found before anything is appended."""
+    if torch.compiler.is_compiling() or before.device.type != "cpu" or before.numel() == 0:
+        return
+    capacity = table.shape[1] * page_size
+    low, high = int(before.min()), int(before.max())
+    if low < 0 or high + count > capacity:
+        raise ValueError(
+            f"cache_seqlens and the {count} new tokens must fit the {capacity} tokens of a block_table row, got {low} to {high}"
+        )
+    contents.table(table, lengths, page_size, num_pages)
 
 
 def sparse_attn_with_kvcache(
@@ -124,6 +158,8 @@ def sparse_attn_with_kvcache(
     _refuse(flash_options)
     if q.dim() != 4:
         raise ValueError(f"q must have shape [B, Sq, HQ, D], got {list(q.shape)}")
+    if config is not None and not isinstance(config, SparseConfig):
+        raise TypeError(f"config must be a SparseConfig, got {type(config).__name__}")
     batch, queries, heads_q, dim = q.shape
     if block_table is not None and k_cache.dim() == 4:
         page_size = k_cache.shape[1]
@@ -136,24 +172,48 @@ def sparse_attn_with_kvcache(
     if block_table is None:
         if k_cache.shape[0] != batch:
             raise ValueError(f"k_cache without a block_table must have B = {batch} rows, got {k_cache.shape[0]}")
-        block_table = torch.arange(k_pages.shape[0], dtype=torch.int32, device=q.device).view(batch, -1)
-    if isinstance(cache_seqlens, int):
-        cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
+        block_table = torch.arange(k_pages.shape[0], dtype=torch.int32, device=q.device).view(
+            batch, k_cache.shape[1] // page_size
+        )
+    elif block_table.dim() != 2 or block_table.shape[0] != batch:
+        raise ValueError(f"block_table must have shape [B, N] with B = {batch}, got {list(block_table.shape)}")
+    if out is not None and (out.shape != q.shape or out.dtype != q.dtype):
+        raise ValueError(f"out must have q's shape {list(q.shape)} and dtype {q.dtype}, got {list(out.shape)}, {out.dtype}")
+    before = _lengths(cache_seqlens, batch, q.device)
+    count = _new_tokens(k, v, batch)
+    total = before + count
     fresh = page_stats is None
     if page_stats is None:
-        heads_kv = k_pages.shape[2]
         stats_dtype = config.stats_dtype or q.dtype
-        page_stats = torch.zeros((k_pages.shape[0], heads_kv, config.vectors, dim), dtype=stats_dtype, device=q.device)
-    checks.decode(k_pages, page_stats, page_size, config.kind, config.vectors)
-    total = _append(k, v, k_pages, v_pages, page_stats, cache_seqlens, block_table, config, k_scale, v_scale, impl)
-    if fresh:
-        rebuild_page_stats(k_pages, page_stats, block_table, total, kind=config.kind, k_scale=k_scale, impl=impl)
+        shape = (k_pages.shape[0], k_pages.shape[2], config.vectors, dim)
+        page_stats = torch.zeros(shape, dtype=stats_dtype, device=q.device)
     rows = q.reshape(batch * queries, heads_q, dim)
     lengths, table = total, block_table
     if queries != 1:
         behind = torch.arange(queries - 1, -1, -1, device=q.device, dtype=torch.int32) if causal else 0
         lengths = (total[:, None] - behind).clamp_min(0).expand(batch, queries).reshape(-1)
         table = block_table.repeat_interleave(queries, dim=0)
+    # All that can be wrong is refused here: nothing is appended by a call that fails.
+    checks.decode(k_pages, page_stats, page_size, config.kind, config.vectors)
+    checks.attend(rows, k_pages, v_pages, table, lengths, None, None, softcap=0.0, sinks=None, window=None)
+    checks.softmax_scale_of(softmax_scale, dim)
+    k_scale, v_scale = checks.scale_of("k_scale", k_scale, k_pages), checks.scale_of("v_scale", v_scale, v_pages)
+    _look(before, count, lengths, table, page_size, k_pages.shape[0])
+    if k is not None and v is not None:
+        append_kv(
+            k.reshape(batch * count, *k.shape[2:]),
+            v.reshape(v.shape[0] * v.shape[1], *v.shape[2:]),
+            k_pages,
+            v_pages,
+            page_stats,
+            _new_slots(block_table, before, count, page_size),
+            kind=config.kind,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            impl=impl,
+        )
+    if fresh:
+        rebuild_page_stats(k_pages, page_stats, block_table, total, kind=config.kind, k_scale=k_scale, impl=impl)
     result, lse = sparse_decode(
         rows,
         k_pages,
@@ -183,41 +243,3 @@ def _refuse(options: dict[str, Any]) -> None:
         nothing = _REFUSED[name]
         if value is not None and (isinstance(value, Tensor) or value != nothing):
             raise ValueError(f"sparse_attn_with_kvcache does not serve {name}; leave it at {nothing!r}")
-
-
-def _append(
-    k: Tensor | None,
-    v: Tensor | None,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    page_stats: Tensor,
-    before: Tensor,
-    block_table: Tensor,
-    config: SparseConfig,
-    k_scale: float | Tensor | None,
-    v_scale: float | Tensor | None,
-    impl: str,
-) -> Tensor:
-    """Append k and v if given, and return the lengths afterwards."""
-    if (k is None) != (v is None):
-        raise ValueError("k and v must be given together")
-    if k is None or v is None:
-        return before
-    for name, new in (("k", k), ("v", v)):
-        if new.dim() != 4 or new.shape[0] != before.shape[0]:
-            raise ValueError(f"{name} must have shape [B, Snew, HKV, D] with B = {before.shape[0]}, got {list(new.shape)}")
-    count = k.shape[1]
-    _room(before, count, block_table.shape[1] * config.page_size)
-    append_kv(
-        k.reshape(-1, *k.shape[2:]),
-        v.reshape(-1, *v.shape[2:]),
-        k_pages,
-        v_pages,
-        page_stats,
-        _new_slots(block_table, before, count, config.page_size),
-        kind=config.kind,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        impl=impl,
-    )
-    return before + count

@@ -1,0 +1,239 @@
+"""opcheck, torch.compile without graph breaks, and torch.export of everything public."""
+
+import pytest
+import torch
+import torch._dynamo.testing
+
+import tsattn
+from tsattn import PageSelection, SparseConfig
+from tsattn.testing import assert_same_bits, make_case
+
+CONFIG = SparseConfig(page_size=8, token_budget=16, recent_pages=1)
+PAPER = SparseConfig.paper(page_size=8, token_budget=16)
+
+
+def fresh(kind="means", **options):
+    return make_case([40, 17], heads_kv=2, group=2, dim=16, page_size=8, kind=kind, **options)
+
+
+def new_tokens():
+    rng = torch.Generator().manual_seed(1)
+    return [torch.randn(3, 2, 16, generator=rng) for _ in range(2)]
+
+
+SELECTION = PageSelection(
+    torch.tensor([[[0, 3], [1, 4]], [[0, 2], [2, -1]]], dtype=torch.int32), torch.tensor([[2, 2], [2, 1]], dtype=torch.int32)
+)
+
+
+def opcheck_arguments():
+    """Arguments of every custom op, a variant each with and without the optional tensors."""
+    case, minmax, quantised = fresh(), fresh("minmax"), fresh("minmax", kv_dtype=torch.int8)
+    k, v = new_tokens()
+    slots = torch.tensor([5, -1, 7])
+    width = case.page_table.shape[1]
+    scores = torch.randn(2, 2, width, generator=torch.Generator().manual_seed(0))
+    lists = torch.zeros(2, 2, 3, dtype=torch.int32), torch.zeros(2, 2, dtype=torch.int32)
+    out, lse = torch.zeros(2, 4, 16), torch.zeros(2, 4)
+    scales = quantised.k_scale, quantised.v_scale
+    return {
+        "append_kv": [
+            (k, v, case.k_cache, case.v_cache, case.page_stats, slots, "means", None, None, "torch"),
+            (k, v, quantised.k_cache, quantised.v_cache, quantised.page_stats, slots, "minmax", *scales, "torch"),
+        ],
+        "rebuild_page_stats": [(case.k_cache, case.page_stats, case.page_table, case.seq_lens, "means", None, "torch")],
+        "score_pages": [
+            (
+                case.q,
+                case.page_stats,
+                case.page_table,
+                case.seq_lens,
+                scores.clone(),
+                8,
+                "means",
+                1.0,
+                None,
+                0.25,
+                "max",
+                "torch",
+            ),
+            (
+                *(case.q, minmax.page_stats, minmax.page_table, case.seq_lens, scores.clone(), 8, "minmax", 1.0),
+                *(torch.ones(2), 0.25, "mix", "torch"),
+            ),
+        ],
+        "select_pages": [
+            (scores, case.seq_lens, *lists, 8, None, None, 1, 1, "torch"),
+            (scores, case.seq_lens, *lists, 8, torch.tensor([8, 24]), 0.5, 0, 1, "torch"),
+        ],
+        "attend_pages": [
+            (*arguments(case), None, None, out, lse, 0.25, 0.0, None, None, None, None, "torch"),
+            (*arguments(quantised), *SELECTION, out, lse, 0.25, 2.0, torch.zeros(4), 20, *scales, "torch"),
+        ],
+        "sparse_decode": [
+            (
+                *(case.q, case.k_cache, case.v_cache, case.page_stats, case.page_table, case.seq_lens, None, scores, *lists),
+                *(out, lse, "means", 1.0, "max", 1, 1, 0.25, 0.0, None, None, None, "torch"),
+            ),
+        ],
+        "merge_states": [(case.q, lse, case.q, lse, out, lse.clone(), "torch")],
+    }
+
+
+def arguments(case):
+    return case.q, case.k_cache, case.v_cache, case.page_table, case.seq_lens
+
+
+def ops_of_the_namespace():
+    return {name.split("::")[1].split(".")[0] for name in torch._C._dispatch_get_all_op_names() if name.startswith("tsattn::")}
+
+
+def test_every_op_is_checked():
+    assert set(opcheck_arguments()) == ops_of_the_namespace()
+
+
+@pytest.mark.parametrize("name", sorted(opcheck_arguments()))
+def test_opcheck(name):
+    for args in opcheck_arguments()[name]:
+        torch.library.opcheck(getattr(torch.ops.tsattn, name).default, args)
+
+
+class Append(torch.nn.Module):
+    def forward(self, k, v, k_cache, v_cache, page_stats, slots):
+        tsattn.append_kv(k, v, k_cache, v_cache, page_stats, slots, kind="means")
+        return page_stats + 0
+
+
+class Rebuild(torch.nn.Module):
+    def forward(self, k_cache, page_stats, table, lens):
+        tsattn.rebuild_page_stats(k_cache, page_stats, table, lens, kind="means")
+        return page_stats + 0
+
+
+class Score(torch.nn.Module):
+    def forward(self, q, page_stats, table, lens):
+        return tsattn.score_pages(q * 2, page_stats, table, lens, page_size=8, kind="means", group_reduce="mix")
+
+
+class Select(torch.nn.Module):
+    def forward(self, scores, lens):
+        ids, counts = tsattn.select_pages(scores, lens, page_size=8, budget=16, top_p=0.9)
+        return ids, counts
+
+
+class Attend(torch.nn.Module):
+    def forward(self, q, k_cache, v_cache, table, lens, ids, counts):
+        return tsattn.attend_pages(
+            q * 2, k_cache, v_cache, table, lens, PageSelection(ids, counts), softcap=3.0, window=30, return_lse=True
+        )
+
+
+class Dense(torch.nn.Module):
+    def forward(self, q, k_cache, v_cache, table, lens):
+        return tsattn.dense_decode(q, k_cache, v_cache, table, lens, softmax_scale=0.3) + 1
+
+
+class Sparse(torch.nn.Module):
+    def forward(self, q, k_cache, v_cache, page_stats, table, lens):
+        out, lse, selection = tsattn.sparse_decode(
+            q, k_cache, v_cache, page_stats, table, lens, config=CONFIG, return_lse=True, return_selection=True
+        )
+        return out * 2, lse, selection.page_ids, selection.page_counts
+
+
+class SparseWithBound(torch.nn.Module):
+    def forward(self, q, k_cache, v_cache, page_stats, table, lens):
+        result = tsattn.sparse_decode(q, k_cache, v_cache, page_stats, table, lens, config=PAPER, return_bound=True)
+        return result.out, result.bound
+
+
+class Merge(torch.nn.Module):
+    def forward(self, out, lse):
+        return tsattn.merge_states(out, lse, out + 1, lse * 2)
+
+
+class Quantised(torch.nn.Module):
+    def forward(self, q, k_cache, v_cache, table, lens, k_scale):
+        return tsattn.dense_decode(q, k_cache, v_cache, table, lens, k_scale=k_scale, v_scale=0.5)
+
+
+class DropIn(torch.nn.Module):
+    def forward(self, q, k_cache, v_cache, k, v, page_stats, table, lens):
+        return tsattn.sparse_attn_with_kvcache(
+            q, k_cache, v_cache, k, v, page_stats=page_stats, cache_seqlens=lens, block_table=table, config=CONFIG
+        )
+
+
+def drop_in_arguments():
+    case = fresh()
+    rng = torch.Generator().manual_seed(1)
+    q = torch.randn(2, 3, 4, 16, generator=rng)
+    k, v = (torch.randn(2, 3, 2, 16, generator=rng) for _ in range(2))
+    table = case.page_table.clone()
+    free = sorted(set(range(case.k_cache.shape[0])) - set(table[0, :5].tolist()) - set(table[1, :3].tolist()))
+    table[0, 5] = free[0]
+    return q, case.k_cache, case.v_cache, k, v, case.page_stats, table, case.seq_lens
+
+
+def module_arguments():
+    case, minmax, quantised = fresh(), fresh("minmax"), fresh(kv_dtype=torch.int8)
+    scores = torch.randn(2, 2, case.page_table.shape[1], generator=torch.Generator().manual_seed(0))
+    return [
+        (Append(), (*new_tokens(), *arguments(fresh())[1:3], fresh().page_stats, torch.tensor([5, -1, 7]))),
+        (Rebuild(), (case.k_cache, torch.zeros_like(case.page_stats), case.page_table, case.seq_lens)),
+        (Score(), (case.q, case.page_stats, case.page_table, case.seq_lens)),
+        (Select(), (scores, case.seq_lens)),
+        (Attend(), (*arguments(case), *SELECTION)),
+        (Dense(), arguments(case)),
+        (Sparse(), (*arguments(case)[:3], case.page_stats, *arguments(case)[3:])),
+        (SparseWithBound(), (*arguments(minmax)[:3], minmax.page_stats, *arguments(minmax)[3:])),
+        (Merge(), (case.q, torch.zeros(2, 4))),
+        (Quantised(), (*arguments(quantised), quantised.k_scale)),
+        (DropIn(), drop_in_arguments()),
+    ]
+
+
+def copies(args):
+    return tuple(a.clone() for a in args)
+
+
+def assert_same_results(results, expected):
+    results, expected = ((r,) if isinstance(r, torch.Tensor) else tuple(r) for r in (results, expected))
+    for here, there in zip(results, expected, strict=True):
+        assert_same_bits(here, there)
+
+
+@pytest.mark.parametrize(
+    ("module", "args"), module_arguments(), ids=lambda x: type(x).__name__ if isinstance(x, torch.nn.Module) else ""
+)
+@pytest.mark.parametrize("how", ["compile", "export"])
+def test_graph_equals_eager(how, module, args):
+    expected_args = copies(args)
+    with torch.no_grad():
+        expected = module(*expected_args)
+        if how == "compile":
+            torch._dynamo.reset()
+            graph = torch.compile(module, fullgraph=True, backend="aot_eager")
+        else:
+            graph = torch.export.export(module, copies(args)).module()
+        for _ in range(2):
+            actual_args = copies(args)
+            assert_same_results(graph(*actual_args), expected)
+            for here, there in zip(actual_args, expected_args, strict=True):
+                assert_same_bits(here, there)  # what it writes in place, too
+
+
+def test_one_graph_serves_growing_lengths_and_batches():
+    """Decoding must not recompile as it grows: lengths, batch, table and pool are dynamic."""
+    torch._dynamo.reset()
+    module = Sparse()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    graph = torch.compile(module, fullgraph=True, backend=counter, dynamic=True)
+    compiled = []
+    for lengths in ([40, 17, 1, 9, 3], [100, 3, 60, 2, 2, 0, 5], [200, 64, 1, 1, 1, 1, 1, 1, 1, 1, 300]):
+        case = make_case(lengths, heads_kv=2, group=2, dim=16, page_size=8)
+        args = (*arguments(case)[:3], case.page_stats, *arguments(case)[3:])
+        with torch.no_grad():
+            assert_same_results(graph(*args), module(*args))
+        compiled.append(counter.frame_count)
+    assert len(set(compiled)) == 1
