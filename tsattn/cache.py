@@ -137,6 +137,8 @@ class PagedKVCache:
 
     def allocate(self, count: int = 1) -> list[int]:
         """Start ``count`` empty sequences and return their handles."""
+        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+            raise ValueError(f"count must be an int >= 0, got {count!r}")
         handles = list(range(self._next_handle, self._next_handle + count))
         self._next_handle += count
         self._sequences.update((handle, _Sequence()) for handle in handles)
@@ -241,11 +243,12 @@ class PagedKVCache:
             raise ValueError(f"seqs must be different handles, got {list(seqs)}")
         if len(index) != len(seqs) or any(not 0 <= int(i) < len(seqs) for i in index):
             raise ValueError(f"index must be {len(seqs)} numbers in 0..{len(seqs) - 1}, got {list(index)}")
-        sources = [self._get(seqs[int(i)]) for i in index]
+        before = [self._get(seq) for seq in seqs]
+        sources = [before[int(i)] for i in index]
         for source in sources:
             self._hold(source.pages)
-        for seq in seqs:
-            self._release(self._get(seq).pages)
+        for sequence in before:
+            self._release(sequence.pages)
         for seq, source in zip(seqs, sources, strict=True):
             self._sequences[seq] = _Sequence(source.length, list(source.pages))
         self._table_of = None
@@ -263,6 +266,8 @@ class PagedKVCache:
     def grow(self, num_pages: int) -> None:
         """Enlarge the pool to ``num_pages``; the tensors are allocated anew and their content is copied."""
         old = self.num_pages
+        if isinstance(num_pages, bool) or not isinstance(num_pages, int):
+            raise TypeError(f"num_pages must be an int, got {num_pages!r}")
         if num_pages < old:
             raise ValueError(f"num_pages must be at least the {old} pages of the pool, got {num_pages}")
         _, page_size, heads_kv, dim = self.k_cache.shape
