@@ -86,15 +86,35 @@ def assert_bound(bound: Tensor, exact: Tensor, magnitude: Tensor, *, what: str =
         raise AssertionError(f"{what}: {int(below.sum())} are too low, first at {list(place)}: {bound[place]} < {exact[place]}")
 
 
-def plain_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def _softmax(logits: Tensor, softcap: float, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Weights [G, T] and LSE [G] of scaled logits; a sink enlarges the denominator only."""
+    if softcap > 0:
+        logits = softcap * torch.tanh(logits / softcap)
+    if sinks is not None:
+        logits = torch.cat((logits, sinks.to(logits.dtype)[:, None]), dim=1)
+    weights = torch.softmax(logits, dim=-1)
+    return weights if sinks is None else weights[:, :-1], torch.logsumexp(logits, dim=-1)
+
+
+def plain_attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float = 0.0, sinks: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """The yardstick: attention of heads [G, D] over tokens [T, D] in q's dtype, softmax in fp32; out [G, D], lse [G]."""
-    logits = (q @ k.to(q.dtype).T).float() * scale
-    weights = torch.softmax(logits, dim=-1).to(q.dtype)
-    return weights @ v.to(q.dtype), torch.logsumexp(logits, dim=-1)
+    weights, lse = _softmax((q @ k.to(q.dtype).T).float() * scale, softcap, sinks)
+    return weights.to(q.dtype) @ v.to(q.dtype), lse
 
 
 def assert_attention(
-    out: Tensor, lse: Tensor | None, q: Tensor, keys: Tensor, values: Tensor, scale: float | None = None, what: str = ""
+    out: Tensor,
+    lse: Tensor | None,
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float | None = None,
+    what: str = "",
+    *,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> None:
     """Judge attention of G heads over an explicit list of tokens.
 
@@ -108,20 +128,20 @@ def assert_attention(
         [T, D], the tokens that the result should have read, dequantised. T = 0 is the empty state.
     scale : float, optional
         Default 1/sqrt(D).
+    softcap, sinks
+        As in :func:`tsattn.attend_pages`, sinks [G].
     """
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
     if keys.shape[0] == 0:
         if bool(out.any()) or (lse is not None and not bool((lse == -math.inf).all())):
             raise AssertionError(f"{what}: an empty row must give output 0 and LSE -inf, got {out.flatten()[:4]} and {lse}")
         return
-    logits = (q.double() @ keys.double().T) * scale
-    exact_lse = torch.logsumexp(logits, dim=-1)
-    exact_out = torch.softmax(logits, dim=-1) @ values.double()
-    yard_out, yard_lse = plain_attention(q, keys, values, scale)
+    weights, exact_lse = _softmax((q.double() @ keys.double().T) * scale, softcap, sinks)
+    yard_out, yard_lse = plain_attention(q, keys, values, scale, softcap, sinks)
     # An error of a logit is one of the LSE, and a relative one of the weights.
     terms = (q.double().abs() @ keys.double().abs().T).nan_to_num(nan=0.0, posinf=0.0).max() * scale
     largest = values.double().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).abs().max()
-    assert_close(out, exact_out, yard_out, magnitude=terms * largest, what=f"{what} out")
+    assert_close(out, weights @ values.double(), yard_out, magnitude=terms * largest, what=f"{what} out")
     if lse is not None:
         assert_close(lse, exact_lse, yard_lse, magnitude=terms, what=f"{what} lse")
 
