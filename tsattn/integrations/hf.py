@@ -46,7 +46,7 @@ from tsattn.integrations.hf_stats import DecodeTrace, Recorder
 NAME = "tsattn"
 """The attention implementation's name in Transformers."""
 
-__all__ = ["NAME", "Handle", "SparseCache", "make_cache", "register", "sparse"]
+__all__ = ["NAME", "Handle", "SparseCache", "cache_argument", "make_cache", "register", "sparse"]
 
 
 def register() -> None:
@@ -81,6 +81,11 @@ def make_cache(
     """
     register()
     return build_cache(model_config, sparse_config, Recorder(), from_cache, attention_mask)
+
+
+def cache_argument(model: PreTrainedModel) -> str:
+    """The name of forward's and generate's cache argument: "cache", or "past_key_values" in older Transformers."""
+    return _cache_argument(inspect.signature(model.forward))
 
 
 class Handle:

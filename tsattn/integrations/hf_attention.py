@@ -97,6 +97,8 @@ def _decode(layer: PagedLayer, query: Tensor, scale: float, softcap: float, sink
         page_size=config.page_size,
         kv_heads=pool.k_cache.shape[2],
         path=tsattn.last_path("attend") or "",
+        softmax_scale=scale,
+        softcap=softcap,
     )
     return out
 

@@ -22,6 +22,8 @@ class DecodeTrace(NamedTuple):
     query: Tensor  # [B, HQ, D]
     seq_lens: Tensor  # [B]
     selection: PageSelection | None  # None: all pages were read
+    softmax_scale: float
+    softcap: float
 
 
 @dataclass
@@ -68,12 +70,14 @@ class Recorder:
         page_size: int,
         kv_heads: int,
         path: str,
+        softmax_scale: float,
+        softcap: float,
     ) -> None:
         """Note one decode step of one layer; ``selection`` None means that every page was read."""
         self.paths[path] += 1
         self._waiting.append((layer, page_size, kv_heads, seq_lens, selection))
         if self.trace:
-            self.traces.append(DecodeTrace(layer, query.detach().clone(), seq_lens.clone(), selection))
+            self.traces.append(DecodeTrace(layer, query.detach().clone(), seq_lens.clone(), selection, softmax_scale, softcap))
         if len(self._waiting) >= _FLUSH_EVERY:
             self._flush()
 

@@ -1,0 +1,106 @@
+"""Fetching the model: converted once, whole or not at all; and the pass key on the real one."""
+
+import importlib.util
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.demo.tiny import save_tiny_model
+from tsattn.demo import haystack, model
+
+REAL = [model.PACKAGE, haystack.ESSAYS, "gguf", "accelerate"]
+missing = [name for name in REAL if importlib.util.find_spec(name) is None]
+
+
+@pytest.fixture
+def packaged(monkeypatch, tmp_path):
+    """A package that "assembles" a file, and loaders that make a tiny model of it."""
+    source = save_tiny_model(tmp_path / "source", "llama")
+    calls = []
+
+    def assemble(path):
+        calls.append(path)
+        path.write_bytes(b"GGUF")
+
+    monkeypatch.setitem(sys.modules, model.PACKAGE, SimpleNamespace(MODEL_NAME="m.gguf", assemble=assemble))
+    for name in ("AutoModelForCausalLM", "AutoTokenizer"):
+        real = getattr(model, name)
+
+        def from_pretrained(folder, gguf_file=None, quantization_config=None, real=real, **kwargs):
+            if gguf_file is None:
+                return real.from_pretrained(folder, **kwargs)
+            assert (folder / gguf_file).read_bytes() == b"GGUF"
+            return real.from_pretrained(source, **kwargs)
+
+        stand_in = SimpleNamespace(from_pretrained=from_pretrained, from_config=getattr(real, "from_config", None))
+        monkeypatch.setattr(model, name, stand_in)
+    return calls
+
+
+def load(cache):
+    return model.load(None, cache=cache, dtype=torch.float32, device=torch.device("cpu"))
+
+
+def test_the_converted_model_is_kept(packaged, tmp_path):
+    cache = tmp_path / "cache"
+    first = load(cache)
+    second = load(cache)
+    assert len(packaged) == 1
+    assert [path.name for path in cache.iterdir()] == [model.FOLDER]
+    for (name, one), other in zip(first.model.state_dict().items(), second.model.state_dict().values(), strict=True):
+        assert torch.equal(one, other), name
+    config = json.loads((cache / model.FOLDER / "config.json").read_text())
+    assert "quantization_config" not in config
+    assert first.encode("a pass key") == second.encode("a pass key")
+    assert first.decode(first.encode("a pass key")) == "a pass key"
+
+
+def test_a_failed_conversion_leaves_nothing(packaged, tmp_path, monkeypatch):
+    monkeypatch.setattr(model, "_plain", lambda loaded: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        load(tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_a_faster_neighbour_wins(packaged, tmp_path, monkeypatch):
+    cache = tmp_path / "cache"
+    plain = model._plain
+
+    def slow(loaded):
+        if len(packaged) == 1:
+            load(cache)
+        return plain(loaded)
+
+    monkeypatch.setattr(model, "_plain", slow)
+    load(cache)
+    assert len(packaged) == 2
+    assert [path.name for path in cache.iterdir()] == [model.FOLDER]
+
+
+def test_a_missing_package_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, model.PACKAGE, None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install .tsattn\[demo\]"):
+        load(tmp_path)
+
+
+def test_where_the_converted_model_goes(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert model.default_cache() == tmp_path / "tsattn"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert model.default_cache() == tmp_path / ".cache" / "tsattn"
+
+
+@pytest.mark.model
+@pytest.mark.skipif(bool(missing), reason=f"the real model needs {', '.join(missing)}; install tsattn[demo]")
+def test_the_real_model_finds_the_pass_key_in_few_pages(tmp_path):
+    from tsattn.__main__ import main
+
+    assert main(["demo", "--context", "2048", "--budget", "256", "--out", str(tmp_path)]) == 0
+    dense, sparse, _ = json.loads((tmp_path / "demo.json").read_text(encoding="utf-8"))["methods"]
+    assert dense["right"]
+    assert sparse["right"]
+    assert sparse["share"] < 0.15

