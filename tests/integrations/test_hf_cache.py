@@ -283,3 +283,35 @@ def test_padding_that_was_not_told_when_a_cache_was_taken_over_is_noticed():
         cache = hf.make_cache(model.config, SparseConfig(), from_cache=dense)
         with hf.sparse(model, SparseConfig()), pytest.raises(ValueError, match="attention_mask"):
             model(ids[:, -1:], attention_mask=mask, **{CACHE: cache})
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_a_cache_filled_in_inference_mode_is_decoded_outside_of_it(name):
+    model = build(name)
+    ids, _ = prompts([300])  # longer than the first pool's room: it grows in inference mode too
+    config = SparseConfig(page_size=8, token_budget=512)
+    with torch.inference_mode():
+        want = model(ids).logits[:, -1]
+    with hf.sparse(model, config):
+        cache = hf.make_cache(model.config, config)
+        with torch.inference_mode():
+            for part in (ids[:, :10], ids[:, 10:299]):
+                model(part, **{CACHE: cache})
+        with torch.no_grad():
+            got = model(ids[:, 299:], **{CACHE: cache}).logits[:, -1]
+            taken = hf.make_cache(model.config, config, from_cache=cache)
+            cache.reorder_cache(torch.tensor([0]))
+            model(ids[:, :1], **{CACHE: cache})
+    assert torch.equal(got.argmax(-1), want.argmax(-1))
+    assert taken.get_seq_length() == 300
+
+
+def test_a_paged_cache_can_be_taken_over_with_another_configuration():
+    mask = torch.tensor([[[[False, True, True]]], [[[True, True, True]]]]).expand(2, 1, 3, 3).tril()
+    cache = make()
+    append(cache, [[0, 1, 2], [3, 4, 5]], mask)
+    other = hf.make_cache(CONFIG, SparseConfig.paper(page_size=2), from_cache=cache)
+    step = torch.tensor([[[[False, True, True, True]]], [[[True, True, True, True]]]])
+    assert append(other, [[6], [8]], step) == [3, 5]
+    assert rows(other) == [[1, 2, 6], [3, 4, 5, 8]]
+    assert rows(cache) == [[1, 2], [3, 4, 5]]

@@ -74,17 +74,18 @@ class PagedLayer(DynamicLayer):  # type: ignore[misc]
         batch, heads, tokens, head_dim = key_states.shape
         self.dtype, self.device = key_states.dtype, key_states.device
         size = self.config.page_size
-        self.pool = PagedKVCache(
-            max(batch, 1) * -(-(tokens + _FIRST_SLACK) // size),
-            size,
-            heads,
-            head_dim,
-            dtype=self.dtype,
-            stats_dtype=self.config.stats_dtype,
-            kind=self.config.kind,
-            parts=self.config.parts,
-            device=self.device,
-        )
+        with torch.inference_mode(False):  # a pool made in inference mode could not be written outside of it
+            self.pool = PagedKVCache(
+                max(batch, 1) * -(-(tokens + _FIRST_SLACK) // size),
+                size,
+                heads,
+                head_dim,
+                dtype=self.dtype,
+                stats_dtype=self.config.stats_dtype,
+                kind=self.config.kind,
+                parts=self.config.parts,
+                device=self.device,
+            )
         self.seqs = list(self.pool.allocate(batch))
         self.pads = [0] * batch
         self.is_initialized = True
@@ -264,7 +265,8 @@ class PagedLayer(DynamicLayer):  # type: ignore[misc]
         # One page of room per row on top: writing into a shared last page copies it first.
         missing = sum(-(-count // size) + 1 for count in real) - self.pool.num_free_pages
         if missing > 0:
-            self.pool.grow(self.pool.num_pages + max(missing, self.pool.num_pages // 2))
+            with torch.inference_mode(False):
+                self.pool.grow(self.pool.num_pages + max(missing, self.pool.num_pages // 2))
         k, v = keys.transpose(1, 2), values.transpose(1, 2)
         if min(real) < new:
             k, v = _move_left(k, real), _move_left(v, real)
@@ -373,8 +375,8 @@ def _adopt(cache: SparseCache, source: Any, attention_mask: Tensor | None) -> No
                 raise ValueError(f"from_cache: layer {index} is a {type(theirs).__name__}, a full DynamicLayer is needed")
             keys, values = theirs.keys, theirs.values
             if keys is not None and keys.numel():
-                rows, columns = keys.shape[0], keys.shape[2]
-                mine.adopt(keys, values, mine.masks.padding_of(attention_mask, rows=rows, columns=columns))
+                pads = mine.masks.padding_of(attention_mask, rows=keys.shape[0], columns=keys.shape[2])
+                mine.adopt(keys, values, theirs.pads if isinstance(theirs, PagedLayer) else pads)
         else:
             if type(theirs) is not type(mine):
                 raise ValueError(f"from_cache: layer {index} is a {type(theirs).__name__}, expected {type(mine).__name__}")
