@@ -18,13 +18,10 @@ import torch
 import triton
 import triton.language as tl
 
-from tsattn.kernels.launch import block_dim, codes, needs_f32_dot, next_pow2, on_device_of, stride_or_zero
+from tsattn.kernels.launch import block_dim, codes, head_rows, needs_f32_dot, on_device_of, stride_or_zero
 from tsattn.kernels.merge import merge_splits
 from tsattn.kernels.primitives import LN2, LOG2E, as_operand, cdiv, dot, pages_of, round_to, tanh, to_f32
 from tsattn.tuning.space import pick
-
-#: Query heads per program: a tensor-core tile has 16 rows.
-MAX_HEADS = 16
 
 _UNSPECIALISED = "stride_tr stride_ir stride_ih N K num_pages window".split()
 
@@ -240,11 +237,13 @@ def attend_pages(
     num_lists = num_kv_heads if page_ids is None else page_ids.shape[1]
     width = num_cells if page_ids is None else page_ids.shape[2]
     heads_per_list = num_heads // num_lists
-    config = pick("attend", element_size=k_cache.element_size(), head_dim=head_dim, page_size=page_size)
+    dot_f32 = needs_f32_dot(q, k_cache, v_cache)
+    operand_size = 4 if dot_f32 else k_cache.element_size()
+    config = pick("attend", element_size=operand_size, head_dim=head_dim, page_size=page_size)
     tiles = triton.cdiv(width * page_size, config["BLOCK_T"])
     splits = max(1, min(config["MAX_SPLITS"], triton.cdiv(tiles, config["MIN_TILES"])))
     # As wide for lists per query head as for dense, so that the two give the same bits.
-    block_g = min(MAX_HEADS, next_pow2(num_heads // num_kv_heads))
+    block_g = head_rows(num_heads // num_kv_heads)
     if splits > 1:
         part_out = torch.empty((num_rows, num_heads, splits, head_dim), dtype=torch.float32, device=q.device)
         part_lse = torch.empty((num_rows, num_heads, splits), dtype=torch.float32, device=q.device)
@@ -294,7 +293,7 @@ def attend_pages(
             D=head_dim,
             HAS_WINDOW=window is not None,
             HAS_SOFTCAP=softcap > 0,
-            DOT_F32=needs_f32_dot(q, k_cache, v_cache),
+            DOT_F32=dot_f32,
             SPLITS=splits,
             MIN_TILES=config["MIN_TILES"],
             MAX_SPLITS=config["MAX_SPLITS"],

@@ -1,9 +1,11 @@
 """What the launchers share on the host: the mode of this process, the device guard, tensors as kernel arguments."""
 
+import functools
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import triton
+from triton.runtime.driver import driver
 
 #: True where ``@triton.jit`` made interpreted functions in this process (``TRITON_INTERPRET=1`` at import).
 INTERPRET: bool = bool(triton.knobs.runtime.interpret)
@@ -32,6 +34,26 @@ def next_pow2(n: int) -> int:
 def block_dim(head_dim: int) -> int:
     """Tile width of a head: a power of two, at least the 16 that a matrix product needs."""
     return max(16, next_pow2(head_dim))
+
+
+#: Rows of a tensor-core tile: the most query heads that one program takes.
+MAX_HEADS = 16
+
+
+@functools.lru_cache
+def _is_hip(active: object) -> bool:
+    """Whether a Triton driver is AMD's; asked once per driver, since the launch path is hot."""
+    return bool(active.get_current_target().backend == "hip")  # type: ignore[attr-defined]
+
+
+def head_rows(heads: int) -> int:
+    """Rows of a query tile for a group of `heads` heads, to be walked in chunks if they are more than MAX_HEADS.
+
+    NVIDIA tensor cores take a tile of fewer rows than 16 as it is; AMD's would be left idle by it.
+    """
+    if not INTERPRET and _is_hip(driver.active):
+        return MAX_HEADS
+    return min(MAX_HEADS, next_pow2(heads))
 
 
 def needs_f32_dot(*tensors: torch.Tensor) -> bool:

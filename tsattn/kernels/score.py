@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tsattn.kernels.launch import block_dim, needs_f32_dot, next_pow2, on_device_of, stride_or_zero
+from tsattn.kernels.launch import block_dim, head_rows, needs_f32_dot, next_pow2, on_device_of, stride_or_zero
 from tsattn.kernels.primitives import as_operand, cdiv, dot, pages_of, to_f32
 from tsattn.kernels.score_group import reduce_over_group
 from tsattn.kernels.summary import KIND_CODES, MEANS, MINMAX
@@ -29,9 +29,6 @@ from tsattn.tuning.space import pick
 REDUCE_CODES = {"none": 0, "max": 1, "sum": 2}
 NONE = tl.constexpr(0)
 MAX = tl.constexpr(1)
-
-#: Query heads per matrix product: a tensor-core tile has 16 rows.
-MAX_HEADS = 16
 
 
 @triton.jit
@@ -205,8 +202,9 @@ def score_pages(
     is_bound = box_tensor is None and box == 1.0
     is_means = kind == "means"
 
-    element_size = page_stats.element_size()
-    config = pick("score", element_size=element_size, head_dim=head_dim, page_size=page_size)
+    dot_f32 = needs_f32_dot(q, page_stats)
+    operand_size = 4 if dot_f32 else page_stats.element_size()
+    config = pick("score", element_size=operand_size, head_dim=head_dim, page_size=page_size)
     block_m = next_pow2(num_vectors) if is_means else 1
     # BLOCK_P is given for two vectors a page: other M keep the bytes of the tile.
     block_p = max(16 // block_m, 2 * config["BLOCK_P"] // next_pow2(num_vectors), 1)
@@ -239,9 +237,9 @@ def score_pages(
             KIND=KIND_CODES[kind],
             REDUCE=REDUCE_CODES["none" if whole_rows else group_reduce],
             SPLIT=not (is_means or (kind == "minmax" and is_bound)),
-            DOT_F32=needs_f32_dot(q, page_stats),
+            DOT_F32=dot_f32,
             BLOCK_P=block_p,
-            BLOCK_G=min(MAX_HEADS, next_pow2(group)),
+            BLOCK_G=head_rows(group),
             BLOCK_M=block_m,
             BLOCK_W=block_dim(head_dim if is_means else num_vectors * head_dim),
             num_warps=config.num_warps,

@@ -36,8 +36,9 @@ def _keys(k_page, stride_slot, slot, end, scale, D: tl.constexpr, BLOCK_D: tl.co
 
 @triton.jit
 def _store_vector(stats, j, vector, DIRECTION: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Write vector j of a page's [M, D] statistics."""
+    """Write vector j of a page's [M, D] statistics; of the two zeros +0, whatever order a reduction took."""
     d = tl.arange(0, BLOCK_D)
+    vector = tl.where(vector == 0.0, 0.0, vector)
     tl.store(stats + j * D + d, round_to(vector, stats.dtype.element_ty, DIRECTION), mask=d < D)
 
 
@@ -51,7 +52,6 @@ def _minmax(
     for start in range(0, fill, BLOCK_S):
         keys, mask = _keys(k_page, stride_slot, start + tl.arange(0, BLOCK_S), fill, scale, D, BLOCK_D)
         is_nan = keys != keys  # counted apart: whether min and max carry a NaN depends on the Triton release
-        keys = tl.where(keys == 0.0, 0.0, keys)  # one zero, whatever order the reduction takes
         low = tl.minimum(low, tl.min(tl.where(mask & (keys == keys), keys, float("inf")), axis=0))
         high = tl.maximum(high, tl.max(tl.where(mask & (keys == keys), keys, float("-inf")), axis=0))
         nans += tl.sum(is_nan.to(tl.int32), axis=0)

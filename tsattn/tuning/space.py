@@ -58,6 +58,9 @@ def _score_candidates(element_size: int, head_dim: int) -> list[Config]:
 def _attend_candidates(element_size: int, head_dim: int) -> list[Config]:
     """BLOCK_T counts tokens; a real second buffer for K and V only exists from five stages on."""
     split = {"MIN_TILES": 2, "MAX_SPLITS": 64}
+    if element_size == 4 and head_dim > 128:
+        # Without tensor cores a pipelined loop keeps so many operands in registers that it spills.
+        return [Config({"BLOCK_T": 16, **split}, num_warps=4, num_stages=1)]
     if element_size == 4 or head_dim > 128:
         return [
             Config({"BLOCK_T": 32, **split}, num_warps=4, num_stages=2),

@@ -1,0 +1,323 @@
+"""Compile every kernel for GPUs that aren't there, through the launchers themselves.
+
+Inside :func:`compile_only` a launch compiles its kernel exactly as it would on the target (same specialisation of strides,
+alignment and unit sizes) and doesn't run it. Needs a process without ``TRITON_INTERPRET``, which Triton reads when a kernel
+is defined; so the gate in ``tests/aot`` runs this module in a process of its own:
+
+    python -m tsattn.testing.aot sm_90        one JSON line per compiled kernel, or per failure
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # its default changes between releases
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+from tsattn import kernels
+from tsattn.kernels import select
+from tsattn.tuning import space
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What one launch compiled to."""
+
+    case: str
+    kernel: str
+    target: str
+    shared_bytes: int
+    registers: int
+    spilled_bytes: int
+    tensor_core: bool
+    wide_loads: bool  # some global memory is read in 128-bit pieces
+    seconds: float
+
+
+class _CompileOnlyDriver:
+    """The part of a driver that compiling asks for; each target is a device of its own to Triton's caches."""
+
+    def __init__(self, target: str) -> None:
+        self._target = target
+
+    def get_current_device(self) -> int:
+        return list(TARGETS).index(self._target)
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        return TARGETS[self._target]
+
+
+@contextlib.contextmanager
+def compile_only(target: str) -> Iterator[list[tuple[str, Any, float]]]:
+    """Turn launches into compilations for `target`; yields the growing list of (kernel name, result, seconds)."""
+    if triton.knobs.runtime.interpret:
+        raise RuntimeError("TRITON_INTERPRET is set: an interpreted kernel can't be compiled in the same process")
+    results: list[tuple[str, Any, float]] = []
+    launch = JITFunction.run
+
+    def compile_instead(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        start = time.perf_counter()
+        compiled = launch(self, *args, grid=grid, warmup=True, **kwargs)
+        results.append((self.__name__, compiled, time.perf_counter() - start))
+        return compiled
+
+    driver.set_active(_CompileOnlyDriver(target))
+    JITFunction.run = compile_instead
+    try:
+        yield results
+    finally:
+        JITFunction.run = launch
+
+
+def _nvidia_usage(cubin: bytes) -> tuple[int, int]:
+    """(registers, bytes of stack) of a cubin."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    if found is None:
+        raise ValueError(f"no resource usage in the output of cuobjdump: {text[:200]}")
+    return int(found[1]), int(found[2])
+
+
+def inspect(case: str, target: str, kernel: str, compiled: Any, seconds: float) -> Compiled:
+    """Read registers, spills and instruction kinds out of a compiled kernel."""
+    if "cubin" in compiled.asm:
+        registers, spilled = _nvidia_usage(compiled.asm["cubin"])
+        text = compiled.asm["ptx"]
+        tensor_core = "mma.sync" in text or "wgmma" in text or "tcgen05.mma" in text
+        wide = re.search(r"ld\.global\S*\.v4\.(b32|u32|f32)|ld\.global\S*\.v2\.b64|cp\.async\.cg.*0x10", text) is not None
+    else:
+        text = compiled.asm["amdgcn"]
+        registers = int(re.search(r"\.vgpr_count:\s*(\d+)", text)[1])  # type: ignore[index]
+        spilled = 4 * int(re.search(r"\.vgpr_spill_count:\s*(\d+)", text)[1])  # type: ignore[index]
+        tensor_core = "v_mfma" in text
+        wide = "load_dwordx4" in text
+    shared = int(compiled.metadata.shared)
+    return Compiled(case, kernel, target, shared, registers, spilled, tensor_core, wide, round(seconds, 2))
+
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+INT8, FP8 = torch.int8, torch.float8_e4m3fn
+_PAGES, _HEADS_KV = 8, 2
+
+
+def _cache(dtype: torch.dtype, head_dim: int, page_size: int) -> torch.Tensor:
+    return torch.zeros(_PAGES, _HEADS_KV, page_size, head_dim).to(dtype).permute(0, 2, 1, 3)
+
+
+def _scale(dtype: torch.dtype) -> torch.Tensor | None:
+    return torch.ones(_HEADS_KV) if dtype in (INT8, FP8) else None
+
+
+def _append(
+    kind: str, m: int, dtype: torch.dtype, cache: torch.dtype, stats: torch.dtype, dim: int, page_size: int, tokens: int = 33
+) -> None:
+    k = torch.zeros(tokens, _HEADS_KV, dim, dtype=dtype)
+    k_cache, page_stats = _cache(cache, dim, page_size), torch.zeros(_PAGES, _HEADS_KV, m, dim, dtype=stats)
+    scale = _scale(cache)
+    slots = torch.zeros(tokens, dtype=torch.int64)
+    kernels.append_kv(k, k, k_cache, k_cache.clone(), page_stats, slots, kind=kind, k_scale=scale, v_scale=scale)
+    table, lens = torch.zeros(3, 5, dtype=torch.int32), torch.zeros(3, dtype=torch.int64)
+    kernels.rebuild_page_stats(k_cache, page_stats, table, lens, kind=kind, k_scale=scale)
+
+
+def _score(
+    kind: str,
+    m: int,
+    dtype: torch.dtype,
+    stats: torch.dtype,
+    dim: int,
+    page_size: int,
+    group: int,
+    reduce: str,
+    box: float | None = 1.0,
+    rows: int = 3,
+    cells: int = 100,
+) -> None:
+    q = torch.zeros(rows, _HEADS_KV * group, dim, dtype=dtype)
+    page_stats = torch.zeros(_PAGES, _HEADS_KV, m, dim, dtype=stats)
+    heads = _HEADS_KV * (group if reduce == "none" else 1)
+    kernels.score_pages(
+        q,
+        page_stats,
+        torch.zeros(rows, cells, dtype=torch.int32),
+        torch.zeros(rows, dtype=torch.int32),
+        torch.zeros(rows, heads, cells),
+        page_size=page_size,
+        kind=kind,
+        box_scale=torch.ones(_HEADS_KV) if box is None else box,
+        softmax_scale=dim**-0.5,
+        group_reduce=reduce,
+    )
+
+
+def _select(algorithm: str, cells: int, width: int, top_p: float | None = None, wide: bool = False, rows: int = 3) -> None:
+    integer = torch.int64 if wide else torch.int32
+    with select.forced(algorithm):
+        kernels.select_pages(
+            torch.zeros(rows, _HEADS_KV, cells),
+            torch.zeros(rows, dtype=integer),
+            torch.zeros(rows, _HEADS_KV, width, dtype=torch.int32),
+            torch.zeros(rows, _HEADS_KV, dtype=torch.int32),
+            page_size=16,
+            budget=torch.zeros(rows, dtype=integer) if wide else None,
+            top_p=top_p,
+            sink_pages=1,
+            recent_pages=4,
+        )
+
+
+def _attend(
+    dtype: torch.dtype,
+    cache: torch.dtype,
+    dim: int,
+    page_size: int,
+    group: int,
+    width: int | None,
+    per_query_head: bool = False,
+    extras: bool = False,
+    rows: int = 3,
+    cells: int = 2048,
+) -> None:
+    q = torch.zeros(rows, _HEADS_KV * group, dim, dtype=dtype)
+    lists = _HEADS_KV * (group if per_query_head else 1)
+    k_cache, scale = _cache(cache, dim, page_size), _scale(cache)
+    kernels.attend_pages(
+        q,
+        k_cache,
+        k_cache.clone(),
+        torch.zeros(rows, cells, dtype=torch.int64 if extras else torch.int32),
+        torch.zeros(rows, dtype=torch.int32),
+        None if width is None else torch.zeros(rows, lists, width, dtype=torch.int32),
+        None if width is None else torch.zeros(rows, lists, dtype=torch.int32),
+        torch.empty_like(q),
+        torch.empty(rows, _HEADS_KV * group),
+        softmax_scale=dim**-0.5,
+        softcap=30.0 if extras else 0.0,
+        sinks=torch.zeros(_HEADS_KV * group, dtype=dtype) if extras else None,
+        window=500 if extras else None,
+        k_scale=scale,
+        v_scale=scale,
+    )
+
+
+def _merge(dtype: torch.dtype, dim: int) -> None:
+    out, lse = torch.zeros(3, 4, dim, dtype=dtype), torch.zeros(3, 4)
+    kernels.merge_states(out, lse, out.float(), lse, torch.empty_like(out), torch.empty_like(lse))
+
+
+def cases() -> dict[str, Callable[[], None]]:
+    """All launches that the gate compiles, by name; each may compile several kernels."""
+    table: dict[str, Callable[[], None]] = {}
+
+    def add(function: Callable[..., None], *args: Any, **options: Any) -> None:
+        words = [str(a).removeprefix("torch.") for a in (*args, *options.values())]
+        table["-".join([function.__name__.strip("_"), *words])] = lambda: function(*args, **options)
+
+    add(_append, "minmax", 2, BF16, BF16, BF16, 128, 16)
+    add(_append, "minmax", 2, FP32, FP32, FP16, 64, 12, tokens=1)
+    add(_append, "means", 2, FP16, FP16, FP16, 80, 64)
+    add(_append, "means", 1, BF16, FP8, BF16, 256, 16)
+    add(_append, "meanvar", 2, FP16, INT8, FP32, 128, 1)
+    add(_append, "means", 8, FP32, FP8, FP32, 256, 128)
+
+    add(_score, "minmax", 2, BF16, BF16, 128, 16, 4, "max")
+    add(_score, "minmax", 2, FP16, FP16, 80, 64, 5, "none", box=0.25)
+    add(_score, "minmax", 2, FP32, FP32, 256, 16, 1, "sum", box=None)
+    add(_score, "means", 2, BF16, BF16, 128, 16, 4, "mix")
+    add(_score, "means", 1, FP16, FP16, 64, 1, 1, "none", rows=1, cells=1)
+    add(_score, "means", 4, BF16, FP32, 256, 64, 5, "softmax")
+    add(_score, "meanvar", 2, BF16, BF16, 128, 16, 4, "max")
+    add(_score, "minmax", 2, BF16, BF16, 128, 16, 71, "max")
+
+    add(_select, "tile", 2048, 128)
+    add(_select, "tile", 8192, 128, wide=True)
+    add(_select, "tile", 1, 1, 0.9, rows=1)
+    add(_select, "heap", 8192, 16)
+    add(_select, "heap", 100, 1, wide=True)
+    add(_select, "two_level", 65536, 128)
+    add(_select, "stream", 131072, 4096, 0.5)
+
+    add(_attend, BF16, BF16, 128, 16, 4, 128)
+    add(_attend, BF16, BF16, 128, 16, 4, None)
+    add(_attend, BF16, BF16, 128, 16, 4, 4, rows=1, cells=1)
+    add(_attend, FP16, FP16, 64, 64, 5, 32, extras=True)
+    add(_attend, FP16, FP16, 80, 1, 1, None, extras=True)
+    add(_attend, FP32, FP32, 256, 16, 4, 128)
+    add(_attend, FP32, BF16, 80, 16, 1, 128, True)
+    add(_attend, BF16, BF16, 256, 64, 4, 32, True)
+    add(_attend, BF16, FP8, 128, 16, 5, 128)
+    add(_attend, FP16, FP8, 256, 1, 1, None)
+    add(_attend, FP16, INT8, 80, 16, 4, 128, extras=True)
+    add(_attend, FP32, INT8, 256, 64, 4, None)
+    add(_attend, BF16, BF16, 128, 16, 71, 128)
+
+    add(_merge, BF16, 80)
+    add(_merge, FP32, 256)
+    _add_candidates(table)
+    return table
+
+
+def _add_candidates(table: dict[str, Callable[[], None]]) -> None:
+    """Every candidate configuration of the stages that have several, at one common shape."""
+    common: dict[str, Callable[[], None]] = {
+        "append": lambda: _append("means", 2, BF16, BF16, BF16, 128, 16),
+        "score": lambda: _score("means", 2, BF16, BF16, 128, 16, 4, "max"),
+        "attend": lambda: _attend(BF16, BF16, 128, 16, 4, 128),
+    }
+    for stage, launch in common.items():
+        for number, config in enumerate(space.candidates(stage)[1:], start=1):
+
+            def run(stage: str = stage, launch: Callable[[], None] = launch, config: space.Config = config) -> None:
+                with space.forced(stage, config):
+                    launch()
+
+            table[f"{stage}-candidate-{number}"] = run
+
+
+def main(target: str, only: str = "") -> None:
+    """Compile the cases whose name contains `only` for one target and print a JSON line for each kernel or failure."""
+    for name, launch in cases().items():
+        if only not in name:
+            continue
+        try:
+            with compile_only(target) as results:
+                launch()
+        except Exception as error:  # a compiler raises what it likes; the line names the case and the gate fails on it
+            print(json.dumps({"case": name, "target": target, "error": f"{type(error).__name__}: {str(error)[-600:]}"}))
+            continue
+        for kernel, compiled, seconds in results:
+            print(json.dumps(asdict(inspect(name, target, kernel, compiled, seconds))), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
