@@ -44,7 +44,7 @@ class PagedCase:
 
 
 def make_pool(
-    num_pages: int, page_size: int, heads_kv: int, dim: int, dtype: torch.dtype, layout: str = "HND"
+    num_pages: int, page_size: int, heads_kv: int, dim: int, dtype: torch.dtype, layout: str = "HND", device: str = "cpu"
 ) -> tuple[Tensor, Tensor]:
     """Two NaN-filled caches [num_pages, S, HKV, D] (codes 127 for int8) in one of the layouts engines use.
 
@@ -52,25 +52,25 @@ def make_pool(
     "packed": K and V side by side in a last axis of 2D.
     """
     if layout == "HND":
-        pools = [_poisoned((num_pages, heads_kv, page_size, dim), dtype).permute(0, 2, 1, 3) for _ in range(2)]
+        pools = [_poisoned((num_pages, heads_kv, page_size, dim), dtype, device).permute(0, 2, 1, 3) for _ in range(2)]
     elif layout == "NHD":
-        pools = [_poisoned((num_pages, page_size, heads_kv, dim), dtype) for _ in range(2)]
+        pools = [_poisoned((num_pages, page_size, heads_kv, dim), dtype, device) for _ in range(2)]
     elif layout == "halves":
-        pools = list(_poisoned((num_pages, 2, page_size, heads_kv, dim), dtype).unbind(1))
+        pools = list(_poisoned((num_pages, 2, page_size, heads_kv, dim), dtype, device).unbind(1))
     elif layout == "packed":
-        both = _poisoned((num_pages, page_size, heads_kv, 2 * dim), dtype)
+        both = _poisoned((num_pages, page_size, heads_kv, 2 * dim), dtype, device)
         pools = [both[..., :dim], both[..., dim:]]
     else:
         raise ValueError(f"layout must be one of {LAYOUTS}, got {layout!r}")
     return pools[0], pools[1]
 
 
-def _poisoned(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+def _poisoned(shape: Sequence[int], dtype: torch.dtype, device: str) -> Tensor:
     if dtype == torch.int8:
-        return torch.full(tuple(shape), 127, dtype=dtype)
+        return torch.full(tuple(shape), 127, dtype=dtype, device=device)
     if dtype == torch.float8_e4m3fn:
-        return torch.full(tuple(shape), 0x7F, dtype=torch.uint8).view(dtype)
-    return torch.full(tuple(shape), math.nan, dtype=dtype)
+        return torch.full(tuple(shape), 0x7F, dtype=torch.uint8, device=device).view(dtype)
+    return torch.full(tuple(shape), math.nan, dtype=dtype, device=device)
 
 
 def make_case(
