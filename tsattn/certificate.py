@@ -83,6 +83,7 @@ def unread_mass_bound(
     largest = abs(softmax_scale) * torch.einsum("rhgd,rhd->rhg", grouped.abs(), reach).flatten(1, 2)
     margin = (dim + 8) * UNIT_ROUNDOFF * (largest + lse.double().abs().nan_to_num(posinf=0.0) + 1.0)
     share = torch.sigmoid(mass - lse.double() + margin)
-    # No unread page: exactly 0. Nothing known (NaN, or infinite on both sides): all of it.
-    share = torch.where(mass == -math.inf, 0.0, share.nan_to_num(nan=1.0))
+    # No unread page: exactly 0. Nothing known (a NaN, or an infinite logit among those read): all of it.
+    share = torch.where(lse == math.inf, 1.0, share.nan_to_num(nan=1.0))
+    share = torch.where(mass == -math.inf, 0.0, share)
     return torch.nextafter(share.float(), torch.full_like(lse, 2.0)).clamp(0.0, 1.0) * (share > 0)

@@ -162,9 +162,13 @@ def test_what_is_not_known_is_one(impl):
         for page in pages[:8]:
             case.page_stats[page, 0, :, 3] = value  # more unbounded pages than the budget holds
         assert bool((decode(case, impl, config_of(case, 3)).bound == 1).all())
-    case = make_case([160], kind="minmax", group=2, heads_kv=1)
-    case.k_cache[case.page_table[0, 9], 2, 0, 1] = math.nan
-    assert bool((decode(case, impl, config_of(case, 3)).bound == 1).all())
+    for value in (math.nan, math.inf):
+        case = make_case([160], kind="minmax", group=2, heads_kv=1)
+        case.k_cache[case.page_table[0, 9], 2, 0, 1] = value
+        case.q[..., 1] = 1.0  # so that the logit is +inf
+        assert bool((decode(case, impl, config_of(case, 3)).bound == 1).all())
+        case.k_cache[case.page_table[0, 9], 2, 0, 1] = 0.0
+        assert bool((decode(case, impl, config_of(case, 3)).bound < 1).any())
 
 
 def test_it_is_useful_where_attention_is_peaked(impl):
