@@ -117,7 +117,7 @@ def _mix_kernel(
     n = first + tl.arange(0, BLOCK_R)
     by_max = _count_ahead(best + row_head * N, n, num_used, BLOCK_R, BLOCK_N)
     by_softmax = _count_ahead(shares + row_head * N, n, num_used, BLOCK_R, BLOCK_N)
-    turn = -tl.minimum(2 * by_max, 2 * by_softmax + 1).to(tl.float32)
+    turn = (-tl.minimum(2 * by_max, 2 * by_softmax + 1)).to(tl.float32)
     unbounded = tl.load(best + row_head * N + n, mask=n < num_used, other=0.0) == float("inf")
     turn = tl.where(unbounded, float("inf"), turn)
     turn = tl.where(n < num_used, turn, float("-inf"))
