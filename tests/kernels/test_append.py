@@ -8,6 +8,7 @@ import torch
 from tsattn import kernels, reference
 from tsattn.quantisation import quantise
 from tsattn.testing import LAYOUTS, assert_same_bits, make_pool
+from tsattn.tuning import space
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 INT8, FP8 = torch.int8, torch.float8_e4m3fn
@@ -133,6 +134,19 @@ def test_chunking_of_the_tokens_does_not_show(kind, parts):
             part = slice(start, start + size)
             pool.append(k[part], v[part], slots[part])
         pool.check_equal(whole)
+
+
+@pytest.mark.parametrize("config", space.candidates("append", head_dim=256), ids=lambda c: f"{c.num_warps} warps")
+def test_every_candidate_configuration_does_the_whole_job(config):
+    """TB-099: slots in several chunks, and a scan in several tiles."""
+    k, v = tokens(200, 1, 80, FP16)
+    slots = torch.randint(-1, 96, (200,), generator=torch.Generator().manual_seed(0))
+    pool = Pool(3, 40, dim=80, dtype=FP16, kind="meanvar")
+    expected = pool.twin()
+    with space.forced("append", config):
+        pool.append(k, v, slots)
+    expected.append(k, v, slots, reference)
+    pool.check_equal(expected)
 
 
 def test_order_of_the_tokens_does_not_show():

@@ -115,6 +115,23 @@ def test_agrees_with_the_reference(case, sinks):
         judge(inputs, selection, sinks=values, **options)
 
 
+CANDIDATES = [
+    config
+    for element_size, dim in ((2, 128), (2, 256), (4, 128), (4, 256))
+    for config in space.candidates("attend", element_size=element_size, head_dim=dim)
+]
+
+
+@pytest.mark.parametrize("tokens", sorted({config["BLOCK_T"] for config in CANDIDATES}))
+def test_every_candidate_configuration_does_the_whole_job(tokens):
+    """TB-099."""
+    config = next(config for config in CANDIDATES if config["BLOCK_T"] == tokens)
+    case = make_case((17, 300), heads_kv=1, group=3, dim=80)
+    with space.forced("attend", config):
+        judge(case)
+        judge(case, lists(case, 11))
+
+
 def counting_case(lengths, page_size=16, **options):
     """q = 0 and V[t] = t: the output is the mean of the visible positions, and lse the log of their number."""
     case = make_case(lengths, heads_kv=1, group=2, dim=16, page_size=page_size, **options)

@@ -136,6 +136,17 @@ def test_tiles_of_pages_do_not_show(reduce, kind):
     assert torch.equal(tiled == -math.inf, past_the_end.expand_as(tiled))
 
 
+CANDIDATES = [config for size in (2, 4) for config in space.candidates("score", element_size=size)]
+
+
+@pytest.mark.parametrize("pages", sorted({config["BLOCK_P"] for config in CANDIDATES}))
+def test_every_candidate_configuration_does_the_whole_job(pages):
+    """TB-099."""
+    case = make_case((17, 16 * 70), heads_kv=1, group=3, dim=80)
+    with space.forced("score", next(config for config in CANDIDATES if config["BLOCK_P"] == pages)):
+        judge(case)
+
+
 def test_physical_placement_and_neighbours_do_not_show():
     """TB-043, TB-044: same bits on other pages, and alone."""
     case = make_case((300, 77, 160), kind="means", dtype=BF16)
