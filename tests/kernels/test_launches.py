@@ -76,7 +76,7 @@ def small_tiles():
     """Several programs for every stage."""
     with (
         space.forced("score", space.Config({"BLOCK_P": 8})),
-        space.forced("reduce", space.Config({"BLOCK_N": 8, "BLOCK_RANK": 8})),
+        space.forced("reduce", space.Config({"BLOCK_N": 8, "BLOCK_RANK": 8, "BLOCK_OTHER": 8})),
         space.forced("select", space.Config({"MAX_BLOCK": 16, "BLOCK_TOP_P": 16, "BLOCK_HEAP": 8, "MAX_HEAP": 16})),
         space.forced("attend", space.Config({"BLOCK_T": 16, "MIN_TILES": 1, "MAX_SPLITS": 64})),
         space.forced("merge", space.Config({"BLOCK_R": 1})),

@@ -128,7 +128,10 @@ def test_tiles_of_pages_do_not_show(reduce, kind):
     """Rows end before, inside and after a tile."""
     case = make_case((16 * 40 + 3, 16 * 16, 5, 0), group=3, kind=kind)
     whole = score(case, reduce=reduce)
-    small_score, small_reduce = space.Config({"BLOCK_P": 16}), space.Config({"BLOCK_N": 16, "BLOCK_RANK": 16})
+    small_score, small_reduce = (
+        space.Config({"BLOCK_P": 16}),
+        space.Config({"BLOCK_N": 16, "BLOCK_RANK": 16, "BLOCK_OTHER": 16}),
+    )
     with space.forced("score", small_score), space.forced("reduce", small_reduce):
         tiled = score(case, reduce=reduce)
     assert_close(tiled, whole.double(), what="tiled scores")

@@ -174,6 +174,6 @@ def reduce_over_group(
             HKV=num_kv_heads,
             S=page_size,
             BLOCK_R=block_r,
-            BLOCK_N=block_n,
+            BLOCK_N=min(config["BLOCK_OTHER"], block_n),
             num_warps=config.num_warps,
         )

@@ -41,6 +41,9 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 
+CANDIDATE_TARGETS = ("sm_90", "gfx942")
+"""One target per vendor compiles the candidate configurations too; the others compile the defaults."""
+
 
 @dataclass(frozen=True)
 class Compiled:
@@ -283,12 +286,12 @@ def cases() -> dict[str, Callable[[], None]]:
 
     add(_merge, BF16, 80)
     add(_merge, FP32, 256)
-    _add_candidates(table)
     return table
 
 
-def _add_candidates(table: dict[str, Callable[[], None]]) -> None:
+def candidate_cases() -> dict[str, Callable[[], None]]:
     """Every candidate configuration of the stages that have several, at one common shape."""
+    table: dict[str, Callable[[], None]] = {}
     common: dict[str, Callable[[], None]] = {
         "append": lambda: _append("means", 2, BF16, BF16, BF16, 128, 16),
         "score": lambda: _score("means", 2, BF16, BF16, 128, 16, 4, "max"),
@@ -302,11 +305,15 @@ def _add_candidates(table: dict[str, Callable[[], None]]) -> None:
                     launch()
 
             table[f"{stage}-candidate-{number}"] = run
+    return table
 
 
 def main(target: str, only: str = "") -> None:
     """Compile the cases whose name contains `only` for one target and print a JSON line for each kernel or failure."""
-    for name, launch in cases().items():
+    table = cases()
+    if target in CANDIDATE_TARGETS:
+        table |= candidate_cases()
+    for name, launch in table.items():
         if only not in name:
             continue
         try:

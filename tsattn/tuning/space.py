@@ -35,7 +35,7 @@ class Config:
 _INTERPRETER: Mapping[str, Config] = {
     "append": Config({"BLOCK_T": 256, "BLOCK_S": 128}),
     "score": Config({"BLOCK_P": 256}),
-    "reduce": Config({"BLOCK_N": 1024, "BLOCK_RANK": 256}),
+    "reduce": Config({"BLOCK_N": 1024, "BLOCK_RANK": 256, "BLOCK_OTHER": 1024}),
     "select": Config({"MAX_BLOCK": 8192, "BLOCK_TOP_P": 8192, "BLOCK_HEAP": 8192, "MAX_HEAP": 16}),
     "attend": Config({"BLOCK_T": 128, "MIN_TILES": 2, "MAX_SPLITS": 64}),
     "merge": Config({"BLOCK_R": 64}),
@@ -90,7 +90,7 @@ def candidates(stage: str, *, element_size: int = 2, head_dim: int = 128, page_s
     if stage == "score":
         return _score_candidates(element_size, head_dim)
     if stage == "reduce":
-        return [Config({"BLOCK_N": 1024, "BLOCK_RANK": 64}, num_warps=4)]
+        return [Config({"BLOCK_N": 1024, "BLOCK_RANK": 64, "BLOCK_OTHER": 128}, num_warps=4)]
     if stage == "select":
         return [Config({"MAX_BLOCK": 8192, "BLOCK_TOP_P": 2048, "BLOCK_HEAP": 2048, "MAX_HEAP": 16}, num_warps=8)]
     if stage == "attend":
