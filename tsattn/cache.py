@@ -291,7 +291,7 @@ class PagedKVCache:
         if self._table_of is None or self._table_of[0] != tuple(seqs):
             width = max((len(s.pages) for s in sequences), default=0)
             cells = [s.pages + [NO_PAGE] * (width - len(s.pages)) for s in sequences]
-            table = torch.tensor(cells, dtype=torch.int32).reshape(len(cells), width).to(device)
+            table = torch.tensor(cells, dtype=torch.int32, device=device).reshape(len(cells), width)
             self._table_of = (tuple(seqs), table)
         return self._table_of[1], lengths
 
@@ -353,12 +353,12 @@ class PagedKVCache:
 
     def _slots(self, seqs: Sequence[int], grown: Sequence[list[int]], counts: Sequence[int], steps: int) -> Tensor:
         """The slot mapping [B * T] of an append."""
-        slots = torch.full((len(seqs), steps), -1, dtype=torch.int64)
+        slots = torch.full((len(seqs), steps), -1, dtype=torch.int64, device="cpu")
         for row, (seq, pages, count) in enumerate(zip(seqs, grown, counts, strict=True)):
             start = self._get(seq).length
             first = start // self.page_size
-            positions = torch.arange(start, start + count)
-            held = torch.tensor(pages[first:], dtype=torch.int64)
+            positions = torch.arange(start, start + count, device="cpu")
+            held = torch.tensor(pages[first:], dtype=torch.int64, device="cpu")
             if count:
                 slots[row, :count] = held[positions // self.page_size - first] * self.page_size + positions % self.page_size
         return slots.flatten().to(self.k_cache.device)

@@ -164,7 +164,7 @@ def scale_of(name: str, scale: float | Tensor | None, cache: Tensor) -> Tensor |
         raise TypeError(f"{name} must be a float or an fp32 tensor, got {scale!r}")
     if not 0 < scale < math.inf:
         raise ValueError(f"{name} must be finite and positive, got {scale!r}")
-    return torch.full((), float(scale), device=cache.device).expand(heads_kv)
+    return torch.full((), float(scale), dtype=torch.float32, device=cache.device).expand(heads_kv)
 
 
 def append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, page_stats: Tensor, slots: Tensor, kind: str) -> None:

@@ -10,7 +10,6 @@ import importlib
 import os
 from collections import Counter
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -20,6 +19,14 @@ from tsattn import contents
 from tsattn.selection import PageSelection
 
 IMPLEMENTATIONS = {"triton": "tsattn.kernels", "torch": "tsattn.torch_path", "reference": "tsattn.reference"}
+STAGE_FUNCTIONS = {
+    "append": "append_kv",
+    "rebuild": "rebuild_page_stats",
+    "score": "score_pages",
+    "select": "select_pages",
+    "attend": "attend_pages",
+    "merge": "merge_states",
+}
 _last: dict[str, str] = {}
 _counts: Counter[tuple[str, str]] = Counter()
 
@@ -66,11 +73,18 @@ def reset_path_counts() -> None:
     _counts.clear()
 
 
-def _run(impl: str, stage: str) -> ModuleType:
-    module = importlib.import_module(IMPLEMENTATIONS[impl])
+def _run(impl: str, stage: str, *tensors: Tensor | None, **options: Any) -> None:
+    """Call the stage function of an implementation, and record that it ran."""
+    run = getattr(importlib.import_module(IMPLEMENTATIONS[impl]), STAGE_FUNCTIONS[stage])
     _last[stage] = _last["any"] = impl
     _counts[stage, impl] += 1
-    return module
+    device = next(t.device.type for t in tensors if t is not None)
+    if not torch.is_autocast_enabled(device):
+        run(*tensors, **options)
+        return
+    # An autocast region would multiply in bf16 what an implementation has widened to fp32 on purpose.
+    with torch.autocast(device, enabled=False):
+        run(*tensors, **options)
 
 
 def _op(name: str, mutates: tuple[str, ...]) -> Callable[[Callable[..., None]], Any]:
@@ -98,8 +112,7 @@ def _append_kv(
     contents.scale("k_scale", k_scale)
     contents.scale("v_scale", v_scale)
     if k.shape[0]:
-        stages = _run(impl, "append")
-        stages.append_kv(k, v, k_cache, v_cache, page_stats, slot_mapping, kind=kind, k_scale=k_scale, v_scale=v_scale)
+        _run(impl, "append", k, v, k_cache, v_cache, page_stats, slot_mapping, kind=kind, k_scale=k_scale, v_scale=v_scale)
 
 
 def _rebuild_page_stats(
@@ -108,8 +121,7 @@ def _rebuild_page_stats(
     contents.table(page_table, seq_lens, k_cache.shape[1], k_cache.shape[0])
     contents.scale("k_scale", k_scale)
     if page_table.numel():
-        stages = _run(impl, "rebuild")
-        stages.rebuild_page_stats(k_cache, page_stats, page_table, seq_lens, kind=kind, k_scale=k_scale)
+        _run(impl, "rebuild", k_cache, page_stats, page_table, seq_lens, kind=kind, k_scale=k_scale)
 
 
 def _score_pages(
@@ -129,7 +141,9 @@ def _score_pages(
     contents.table(page_table, seq_lens, page_size, page_stats.shape[0])
     contents.box(box_scale_per_head)
     if scores.numel():
-        _run(impl, "score").score_pages(
+        _run(
+            impl,
+            "score",
             q,
             page_stats,
             page_table,
@@ -162,7 +176,9 @@ def _select_pages(
         page_ids.fill_(-1)
         page_counts.zero_()
         return
-    _run(impl, "select").select_pages(
+    _run(
+        impl,
+        "select",
         scores,
         seq_lens,
         page_ids,
@@ -201,7 +217,9 @@ def _attend_checked(
         out.zero_()
         lse.fill_(-torch.inf)
         return
-    _run(impl, "attend").attend_pages(
+    _run(
+        impl,
+        "attend",
         q,
         k_cache,
         v_cache,
@@ -327,7 +345,7 @@ def _sparse_decode(
 
 def _merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, out: Tensor, lse: Tensor, impl: str) -> None:
     if out.numel():
-        _run(impl, "merge").merge_states(out_a, lse_a, out_b, lse_b, out, lse)
+        _run(impl, "merge", out_a, lse_a, out_b, lse_b, out, lse)
 
 
 append_kv = _op("append_kv", ("k_cache", "v_cache", "page_stats"))(_append_kv)

@@ -204,3 +204,64 @@ def test_torch_path(plan):
 @given(plans(rows=2, pages=3, heads=2, groups=[1, 3], dims=[8, 17], sizes=[1, 4, 8]))
 def test_kernels_in_the_interpreter(plan):
     check_chain(plan, "triton")
+
+
+@settings(max_examples=120)
+@given(
+    plans(rows=3, pages=5, heads=2, groups=[1, 2, 3], dims=[4, 16], sizes=[1, 3, 8]),
+    st.one_of(st.none(), st.integers(1, 50)),
+    st.sampled_from(["none", "kv", "query"]),
+    st.randoms(use_true_random=False),
+)
+def test_any_lists_and_windows(plan, window, lists, random):
+    """Lists of any pages, empty ones and counts of any size among them, with a window: the PyTorch path and the reference."""
+    world = World(plan)
+    k_cache, v_cache, _ = world.fill("torch", [])
+    arguments = world.q, k_cache, v_cache, world.table, world.lens
+    extras = {"softcap": plan.softcap, "sinks": world.sinks, "window": window, "return_lse": True, **world.scales}
+    if lists == "none":
+        selection, heads = None, plan.heads_kv
+    else:
+        heads = plan.heads_kv if lists == "kv" else world.q.shape[1]
+        width = plan.budget // plan.page_size + 1
+        ids = torch.full((len(plan.lengths), heads, width), -1, dtype=torch.int32)
+        counts = torch.zeros(len(plan.lengths), heads, dtype=torch.int32)
+        for row, length in enumerate(plan.lengths):
+            pages = range(-(-length // plan.page_size))
+            for head in range(heads):
+                some = sorted(random.sample(pages, random.randint(0, min(width, len(pages)))))
+                ids[row, head, : len(some)] = torch.tensor(some, dtype=torch.int32)
+                counts[row, head] = len(some)
+        selection = tsattn.PageSelection(ids, counts)
+    results = []
+    for impl in ("torch", "reference"):
+        if selection is None:
+            results.append(tsattn.dense_decode(*arguments, impl=impl, **extras))
+        else:
+            results.append(tsattn.attend_pages(*arguments, selection, impl=impl, **extras))
+    (out, lse), (_, exact_lse) = results
+    per_list = world.q.shape[1] // heads
+    for row, length in enumerate(plan.lengths):
+        for hl in range(heads):
+            pages = range(-(-length // plan.page_size)) if selection is None else selected(selection, row, hl)
+            first = 0 if window is None else max(0, length - window)
+            positions = [
+                p for n in pages for p in range(n * plan.page_size, min((n + 1) * plan.page_size, length)) if p >= first
+            ]
+            head = hl * plan.heads_kv // heads
+            keys = world.tokens(k_cache, world.scales["k_scale"], row, head, positions)
+            values = world.tokens(v_cache, world.scales["v_scale"], row, head, positions)
+            mine = slice(hl * per_list, (hl + 1) * per_list)
+            sinks = None if world.sinks is None else world.sinks[mine]
+            for result in results:
+                assert_attention(
+                    result[0][row, mine],
+                    result[1][row, mine],
+                    world.q[row, mine],
+                    keys,
+                    values,
+                    softcap=plan.softcap,
+                    sinks=sinks,
+                )
+    assert torch.equal(lse == -math.inf, exact_lse == -math.inf)
+    assert bool(out.isfinite().all())
