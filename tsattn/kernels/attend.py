@@ -23,7 +23,7 @@ from tsattn.kernels.merge import merge_splits
 from tsattn.kernels.primitives import LN2, LOG2E, as_operand, cdiv, dot, pages_of, round_to, tanh, to_f32
 from tsattn.tuning.space import pick
 
-_UNSPECIALISED = "stride_tr stride_ir stride_ih N K num_pages window".split()
+_UNSPECIALISED = "stride_tr stride_ir stride_ih N K num_pages window splits".split()
 
 
 @triton.jit
@@ -52,8 +52,8 @@ def _split_range(num_tokens, split, BLOCK_T: tl.constexpr, MIN_TILES: tl.constex
 def _attend_kernel(
     out,
     lse,
-    part_out,  # fp32 [R, HQ, SPLITS, D]
-    part_lse,  # fp32 [R, HQ, SPLITS], base 2
+    part_out,  # fp32 [R, HQ, splits, D]
+    part_lse,  # fp32 [R, HQ, splits], base 2
     split_counts,  # int32 [R, HL]
     q,
     k_cache,
@@ -92,6 +92,7 @@ def _attend_kernel(
     K,
     num_pages,
     window,
+    splits,  # that a row may have by the shape of the call
     scale,
     softcap,
     HKV: tl.constexpr,
@@ -102,7 +103,6 @@ def _attend_kernel(
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     DOT_F32: tl.constexpr,
-    SPLITS: tl.constexpr,
     MIN_TILES: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -111,9 +111,9 @@ def _attend_kernel(
 ):
     CHUNKS: tl.constexpr = (GL + BLOCK_G - 1) // BLOCK_G
     chunk = tl.program_id(0) % CHUNKS
-    split = tl.program_id(0) // CHUNKS % SPLITS
-    list_head = (tl.program_id(0) // (CHUNKS * SPLITS) % HL).to(tl.int64)
-    row = (tl.program_id(0) // (CHUNKS * SPLITS * HL)).to(tl.int64)
+    split = tl.program_id(0) // CHUNKS % splits
+    list_head = (tl.program_id(0) // CHUNKS // splits % HL).to(tl.int64)
+    row = (tl.program_id(0) // CHUNKS // splits // HL).to(tl.int64)
     kv_head = list_head // (HL // HKV)
 
     length = tl.minimum(tl.maximum(tl.load(seq_lens + row * stride_len), 0), N * S).to(tl.int32)
@@ -203,11 +203,10 @@ def _attend_kernel(
         )
         tl.store(lse + row * stride_lr + head * stride_lh, base2 * LN2, mask=g < GL)
     else:
-        part = (row * (HL * GL) + head) * SPLITS + split
+        part = (row * (HL * GL) + head) * splits + split
         tl.store(part_out + part[:, None] * D + d[None, :], result, mask=head_d)
         tl.store(part_lse + part, base2, mask=g < GL)
-    if SPLITS > 1:
-        tl.store(split_counts + row * HL + list_head, num_splits, mask=(split == 0) & (chunk == 0))
+    tl.store(split_counts + row * HL + list_head, num_splits, mask=(splits > 1) & (split == 0) & (chunk == 0))
 
 
 def attend_pages(
@@ -284,6 +283,7 @@ def attend_pages(
             width,
             num_pages,
             window if window is not None else 0,
+            splits,
             float(softmax_scale),
             float(softcap),
             HKV=num_kv_heads,
@@ -294,7 +294,6 @@ def attend_pages(
             HAS_WINDOW=window is not None,
             HAS_SOFTCAP=softcap > 0,
             DOT_F32=dot_f32,
-            SPLITS=splits,
             MIN_TILES=config["MIN_TILES"],
             MAX_SPLITS=config["MAX_SPLITS"],
             BLOCK_T=config["BLOCK_T"],
@@ -304,4 +303,4 @@ def attend_pages(
             num_stages=config.num_stages,
         )
         if splits > 1:
-            merge_splits(part_out, part_lse, split_counts, sinks, out, lse)
+            merge_splits(part_out, part_lse, split_counts, sinks, out, lse, max_splits=config["MAX_SPLITS"])

@@ -20,12 +20,12 @@ from tsattn.kernels.primitives import LN2, LOG2E, round_to, to_f32
 from tsattn.tuning.space import pick
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _merge_splits_kernel(
     out,
     lse,
-    part_out,  # fp32 [R, HQ, SPLITS, D]
-    part_lse,  # fp32 [R, HQ, SPLITS], base 2
+    part_out,  # fp32 [R, HQ, splits, D]
+    part_lse,  # fp32 [R, HQ, splits], base 2
     split_counts,  # int32 [R, HL]
     sinks,  # [HQ], or None
     stride_or,
@@ -33,10 +33,10 @@ def _merge_splits_kernel(
     stride_lr,
     stride_lh,
     stride_sink,
+    splits,
     HQ: tl.constexpr,
     HL: tl.constexpr,
     D: tl.constexpr,
-    SPLITS: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -48,7 +48,7 @@ def _merge_splits_kernel(
         return  # the split has written the result itself
     i = tl.arange(0, BLOCK_S)
     d = tl.arange(0, BLOCK_D)
-    part = row_head * SPLITS + i
+    part = row_head * splits + i
     logs = tl.load(part_lse + part, mask=i < num_splits, other=float("-inf"))  # [BLOCK_S]
     outs = tl.load(
         part_out + part[:, None] * D + d[None, :], mask=(i < num_splits)[:, None] & (d < D)[None, :], other=0.0
@@ -139,10 +139,15 @@ def merge_splits(
     sinks: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor,
+    *,
+    max_splits: int,
 ) -> None:
-    """Join the partials of attend.py; rows with one split are left as they are."""
+    """Join the partials of attend.py; rows with one split are left as they are.
+
+    The tile holds `max_splits` whatever the call's shape needs: a sum over a narrower tile may add in another order.
+    """
     num_rows, num_heads, splits, head_dim = part_out.shape
-    block_s, block_d = next_pow2(splits), block_dim(head_dim)
+    block_s, block_d = next_pow2(max_splits), block_dim(head_dim)
     _merge_splits_kernel[(num_rows * num_heads,)](
         out,
         lse,
@@ -153,10 +158,10 @@ def merge_splits(
         *out.stride()[:2],
         *lse.stride(),
         stride_or_zero(sinks),
+        splits,
         HQ=num_heads,
         HL=split_counts.shape[1],
         D=head_dim,
-        SPLITS=splits,
         BLOCK_S=block_s,
         BLOCK_D=block_d,
         num_warps=8 if block_s * block_d > 4096 else 4,
