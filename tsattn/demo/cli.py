@@ -156,6 +156,7 @@ def _demo(args: argparse.Namespace, configs: dict[str, SparseConfig]) -> None:
     print(
         f"Attention is that of the {len(given[1].cache.paged_layers)} full-attention layers; the speed-up is over the best "
         f"dense way here, {best} ({', '.join(f'{way} {seconds[way] * 1e3:.2f} ms' for way in measure.DENSE_WAYS)}).\n"
+        f"{_certificate(rows, parts)}"
         f"Page statistics add {_statistics_share(given[1]):.1%} of the cache to what a step of {given[1].name} reads.\n"
         f"Wall time: {', '.join(f'{name} {taken:.1f} s' for name, taken in clock.laps.items())}.\n"
         f"Written: {args.out / 'demo.json'}, {args.out / 'demo.png'}"
@@ -214,6 +215,16 @@ def _introduce(loaded: Any, prompt: Any, configs: dict[str, SparseConfig], devic
 def _title(loaded: Any, prompt: Any, args: argparse.Namespace) -> str:
     return (
         f"Pages read by each decode step: {loaded.name}, {len(prompt.context):,} tokens of context, budget {args.budget} tokens"
+    )
+
+
+def _certificate(rows: list[Any], parts: list[dict[str, Any]]) -> str:
+    """What the min/max statistics guarantee of the mass that was not read, beside what was not read."""
+    return "".join(
+        f"Certificate of {row.method}: at most {part['unread_mass_bound']:.2%} of the attention mass was not read; it was "
+        f"{1.0 - row.mass:.2%}.\n"
+        for row, part in zip(rows, parts, strict=True)
+        if part["unread_mass_bound"] is not None
     )
 
 

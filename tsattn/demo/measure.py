@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ class StepRecord:
     mass: Tensor  # [N] attention mass of each page, mean over query heads, of all tokens
     read: Tensor  # [N] bool
     covered: float  # mass of the tokens that each head attended to, mean over query heads
+    bound: float | None = None  # certified upper bound on the mass not covered, mean over query heads; min/max statistics only
 
 
 @torch.inference_mode()
@@ -44,10 +45,31 @@ def weigh(answer: Answer) -> list[StepRecord]:
     keys = {index: layer.dense()[0][0].float() for index, layer in layers.items()}  # [HKV, L, D]
     steps: dict[int, int] = defaultdict(int)
     for trace in answer.traces:
-        size = layers[trace.layer].config.page_size
-        records.append(_weigh_step(trace, keys[trace.layer], size, steps[trace.layer]))
+        layer = layers[trace.layer]
+        record = _weigh_step(trace, keys[trace.layer], layer.config.page_size, steps[trace.layer])
+        records.append(replace(record, bound=_certified(layer, trace)))
         steps[trace.layer] += 1
     return records
+
+
+def _certified(layer: PagedLayer, trace: DecodeTrace) -> float | None:
+    """Upper bound on the unread mass of a step, from the statistics alone."""
+    pool = layer.pool
+    if pool is None or trace.selection is None or layer.config.kind != "minmax" or trace.softcap > 0.0:
+        return None
+    table, _ = pool.tables(layer.seqs)
+    result = tsattn.sparse_decode(
+        trace.query,
+        pool.k_cache,
+        pool.v_cache,
+        pool.page_stats,
+        table,
+        trace.seq_lens,
+        config=layer.config,
+        softmax_scale=trace.softmax_scale,
+        return_bound=True,
+    )
+    return float(result.bound.mean())
 
 
 def _weigh_step(trace: DecodeTrace, keys: Tensor, size: int, step: int) -> StepRecord:

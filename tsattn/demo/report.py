@@ -133,8 +133,10 @@ def describe(answer: Answer, row: Row, records: list[StepRecord]) -> dict[str, A
     config = None
     if answer.config is not None:
         config = asdict(answer.config) | {"stats_dtype": str(answer.config.stats_dtype) if answer.config.stats_dtype else None}
+    bounds = [record.bound for record in records if record.bound is not None]
     return {
         **asdict(row),
+        "unread_mass_bound": sum(bounds) / len(bounds) if bounds else None,
         "answer_tokens": answer.tokens,
         "decoded_tokens": answer.decoded,
         "step_seconds": answer.step_seconds,
@@ -146,6 +148,7 @@ def describe(answer: Answer, row: Row, records: list[StepRecord]) -> dict[str, A
                 "step": record.step,
                 "pages_read": record.read.nonzero().flatten().tolist(),
                 "mass_covered": record.covered,
+                "unread_mass_bound": record.bound,
             }
             for record in records
         ],
