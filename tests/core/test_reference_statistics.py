@@ -199,6 +199,23 @@ def test_codes_of_a_quantised_cache():
     assert v_cache[0, 0].tolist() == [codes, codes]
 
 
+@pytest.mark.parametrize("impl", ["reference", "torch"])
+def test_codes_come_from_a_true_division(impl):
+    """Near ties a product with 1/scale gives other codes: so the quotient is rounded once, in fp32, in numpy too."""
+    rng = np.random.default_rng(0)
+    scale = rng.uniform(0.001, 2.0, size=(1, 64)).astype(np.float32)
+    ties = (rng.integers(-120, 120, size=(64, 64)) + np.float32(0.5)) * scale
+    x = torch.from_numpy(ties.astype(np.float32)).T.reshape(1, 64, 64)  # [T, HKV, D], one scale per head
+    k_cache, v_cache = make_pool(1, 1, 64, 64, torch.int8)
+    stats, factor = torch.zeros(1, 64, 2, 64), torch.from_numpy(scale[0])
+    tsattn.append_kv(x, x, k_cache, v_cache, stats, torch.tensor([0]), kind="means", k_scale=factor, v_scale=factor, impl=impl)
+    exact = np.rint(x[0].numpy() / scale[0][:, None])
+    assert torch.equal(k_cache[0, 0], torch.from_numpy(exact).to(torch.int8))
+    assert not np.array_equal(
+        exact, np.rint(x[0].numpy() * (np.float32(1) / scale[0][:, None]))
+    )  # the values do tell them apart
+
+
 def test_e4m3_rounds_once_and_saturates():
     x = torch.tensor(
         [1.0625 + 2.0**-10, 1.0625, 1.1875, 448, 449, 464, 465, 1000, math.inf, -math.inf, -512, 2.0**-10, 2.0**-9]
