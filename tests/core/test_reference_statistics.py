@@ -205,7 +205,7 @@ def test_codes_come_from_a_true_division(impl):
     rng = np.random.default_rng(0)
     scale = rng.uniform(0.001, 2.0, size=(1, 64)).astype(np.float32)
     ties = (rng.integers(-120, 120, size=(64, 64)) + np.float32(0.5)) * scale
-    x = torch.from_numpy(ties.astype(np.float32)).T.reshape(1, 64, 64)  # [T, HKV, D], one scale per head
+    x = torch.from_numpy(ties.astype(np.float32)).T.reshape(1, 64, 64).contiguous()  # [T, HKV, D], one scale per head
     k_cache, v_cache = make_pool(1, 1, 64, 64, torch.int8)
     stats, factor = torch.zeros(1, 64, 2, 64), torch.from_numpy(scale[0])
     tsattn.append_kv(x, x, k_cache, v_cache, stats, torch.tensor([0]), kind="means", k_scale=factor, v_scale=factor, impl=impl)
