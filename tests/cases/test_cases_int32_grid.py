@@ -15,14 +15,13 @@ from tsattn.testing import assert_close, assert_same_bits
 LARGE_POOL = """
 import sys, torch, tsattn
 from tsattn.testing import assert_attention, assert_same_bits
-impl, device = sys.argv[1:]
 S, D, length = 64, 256, 200
-options = dict(kind="minmax", impl=impl)
 
 def uninitialised(*shape):
     return torch.empty(shape, dtype=torch.float16, device=device)
 
 def check(k_cache, v_cache, stats, first):
+    options = dict(kind="minmax", impl=impl)
     pages = torch.tensor([first + 3, first, first + 2, first + 1])
     rng = torch.Generator().manual_seed(0)
     k, v = (torch.randn(length, 1, D, generator=rng).half().to(device) for _ in range(2))
@@ -46,22 +45,25 @@ def check(k_cache, v_cache, stats, first):
     tsattn.rebuild_page_stats(k_cache, stats, table, lens, **options)
     assert_same_bits(stats[pages], before)
 
-k_cache, v_cache = uninitialised(131_080, S, 1, D), uninitialised(131_080, S, 1, D)
-check(k_cache, v_cache, uninitialised(131_080, 1, 2, D), 131_071)
-strided = uninitialised(131_080, 32, 1, 2, D)[:, 3]  # statistics with the same page stride
-check(k_cache, v_cache, strided, 131_071)
-del k_cache, v_cache, strided
-k_cache, v_cache = uninitialised(65_544, 2, S, 1, D).unbind(1)  # halves of one pool: twice the page stride
-check(k_cache, v_cache, uninitialised(65_544, 1, 2, D), 65_535)
+for impl, device in (pair.split("@") for pair in sys.argv[1:]):
+    print(impl, end=" ", flush=True)
+    k_cache, v_cache = uninitialised(131_080, S, 1, D), uninitialised(131_080, S, 1, D)
+    check(k_cache, v_cache, uninitialised(131_080, 1, 2, D), 131_071)
+    strided = uninitialised(131_080, 32, 1, 2, D)[:, 3]  # statistics with the same page stride
+    check(k_cache, v_cache, strided, 131_071)
+    del k_cache, v_cache, strided
+    k_cache, v_cache = uninitialised(65_544, 2, S, 1, D).unbind(1)  # halves of one pool: twice the page stride
+    check(k_cache, v_cache, uninitialised(65_544, 1, 2, D), 65_535)
 print("right")
 """
 
 
-def test_tb_014_page_offsets_past_32_bits(impl, device):
-    # A child process: a 32-bit product ends in a segmentation fault.
-    command = [sys.executable, "-c", LARGE_POOL, impl, device]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.stdout.strip() == "right", f"exit status {done.returncode}: {done.stderr[-2000:]}"
+def test_tb_014_page_offsets_past_32_bits():
+    # One child process: a 32-bit product ends in a segmentation fault. It says which implementation it is at.
+    pairs = ["reference@cpu", "torch@cpu", "triton@cuda" if torch.cuda.is_available() else "triton@cpu"]
+    done = subprocess.run([sys.executable, "-c", LARGE_POOL, *pairs], capture_output=True, text=True, check=False)
+    expected = "reference torch triton right"
+    assert done.stdout.strip() == expected, f"{done.stdout}, exit status {done.returncode}: {done.stderr[-2000:]}"
 
 
 @pytest.mark.gpu

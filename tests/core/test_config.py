@@ -1,0 +1,90 @@
+"""SparseConfig and the summaries it names."""
+
+import copy
+import dataclasses
+import pickle
+
+import pytest
+import torch
+
+from tsattn import SparseConfig
+from tsattn.summaries import KINDS, SUMMARIES, num_vectors, parts_of_full_page, sub_page_slots
+
+
+def test_defaults_and_the_published_setting():
+    config = SparseConfig()
+    assert (config.page_size, config.token_budget, config.sink_pages, config.recent_pages) == (16, 1024, 1, 4)
+    assert (config.kind, config.parts, config.group_reduce) == ("means", 2, "max")
+    paper = SparseConfig.paper()
+    assert (paper.kind, paper.box_scale, paper.group_reduce, paper.recent_pages) == ("minmax", 1.0, "none", 1)
+    assert SparseConfig.paper(token_budget=256, recent_pages=2) == dataclasses.replace(paper, token_budget=256, recent_pages=2)
+
+
+def test_pages_kept_rounds_up():
+    for budget, pages in ((1, 1), (15, 1), (16, 1), (17, 2), (1024, 64)):
+        assert SparseConfig(token_budget=budget).pages_kept == pages
+
+
+def test_vectors_per_page():
+    assert [SparseConfig(kind="means", parts=p).vectors for p in (1, 2, 4, 8)] == [1, 2, 4, 8]
+    assert SparseConfig(kind="minmax").vectors == SparseConfig(kind="meanvar").vectors == 2
+
+
+def test_it_is_a_value():
+    config = SparseConfig(dense_layers=[0, 1])
+    assert config.dense_layers == (0, 1)
+    assert config == SparseConfig(dense_layers=(0, 1))
+    assert len({config, copy.deepcopy(config), pickle.loads(pickle.dumps(config))}) == 1
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.page_size = 8
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "error"),
+    [
+        ("page_size", 0, ValueError),
+        ("page_size", 16.0, TypeError),
+        ("page_size", True, TypeError),
+        ("token_budget", 0, ValueError),
+        ("token_budget", "1024", TypeError),
+        ("sink_pages", -1, ValueError),
+        ("recent_pages", 0, ValueError),
+        ("min_seq_len", -1, ValueError),
+        ("kind", "mean", ValueError),
+        ("parts", 3, ValueError),
+        ("parts", 0, ValueError),
+        ("group_reduce", "mean", ValueError),
+        ("plan", "fused", ValueError),
+        ("box_scale", -0.1, ValueError),
+        ("box_scale", float("nan"), ValueError),
+        ("box_scale", float("inf"), ValueError),
+        ("box_scale", None, TypeError),
+        ("stats_dtype", torch.int8, ValueError),
+        ("stats_dtype", torch.float64, ValueError),
+    ],
+)
+def test_a_wrong_field_is_refused_by_name(field, value, error):
+    with pytest.raises(error, match=field):
+        SparseConfig(**{field: value})
+
+
+def test_no_budget_leaves_out_the_current_page():
+    """recent_pages >= 1, and the newest forced page wins in any budget: one page is the current one."""
+    assert SparseConfig(token_budget=1).pages_kept == 1
+    with pytest.raises(ValueError, match="recent_pages must be at least 1"):
+        SparseConfig(recent_pages=0)
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 3, 7, 8, 12, 16, 100])
+@pytest.mark.parametrize("parts", [1, 2, 4, 8])
+def test_sub_pages_cover_a_page(page_size, parts):
+    width, used = sub_page_slots(page_size, parts), parts_of_full_page(page_size, parts)
+    assert 1 <= used <= parts
+    assert (used - 1) * width < page_size <= used * width
+
+
+def test_every_kind_says_how_many_vectors_it_stores():
+    for kind in KINDS:
+        assert num_vectors(kind, SUMMARIES[kind].parts_choices[0]) in SUMMARIES[kind].parts_choices
+    with pytest.raises(ValueError, match="kind must be one of"):
+        num_vectors("median", 2)
