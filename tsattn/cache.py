@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -164,10 +165,12 @@ class PagedKVCache:
         if len(set(seqs)) != len(seqs):
             raise ValueError(f"seqs must be different handles, got {list(seqs)}")
         for name, new in (("k", k), ("v", v)):
+            if not isinstance(new, Tensor):
+                raise TypeError(f"{name} must be a tensor [B, T, HKV, D], got {type(new).__name__}")
             if new.dim() != 4 or new.shape[0] != len(seqs):
                 raise ValueError(f"{name} must have shape [B, T, HKV, D] with B = {len(seqs)}, got {list(new.shape)}")
         steps = k.shape[1]
-        counts = [steps] * len(seqs) if lengths is None else [int(n) for n in lengths]
+        counts = [steps] * len(seqs) if lengths is None else [operator.index(n) for n in lengths]
         if len(counts) != len(seqs) or any(not 0 <= n <= steps for n in counts):
             raise ValueError(f"lengths must be {len(seqs)} numbers in 0..T = {steps}, got {counts}")
         grown, copies, taken = self._plan(seqs, counts)
@@ -241,7 +244,7 @@ class PagedKVCache:
         """Let sequence ``seqs[i]`` take over the content of ``seqs[index[i]]``, as beam search does."""
         if len(set(seqs)) != len(seqs):
             raise ValueError(f"seqs must be different handles, got {list(seqs)}")
-        if len(index) != len(seqs) or any(not 0 <= int(i) < len(seqs) for i in index):
+        if len(index) != len(seqs) or any(not 0 <= operator.index(i) < len(seqs) for i in index):
             raise ValueError(f"index must be {len(seqs)} numbers in 0..{len(seqs) - 1}, got {list(index)}")
         before = [self._get(seq) for seq in seqs]
         sources = [before[int(i)] for i in index]

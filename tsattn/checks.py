@@ -56,9 +56,19 @@ def _channels_contiguous(name: str, value: Tensor) -> None:
         raise ValueError(f"{name} must have contiguous channels (last stride 1), got strides {value.stride()}")
 
 
-def _writable(named: Mapping[str, Tensor | None]) -> None:
+def _overlaps_itself(value: Tensor) -> bool:
+    """Whether two elements may share memory: a dimension steps no further than the smaller ones reach."""
+    steps = [(s, n) for s, n in zip(value.stride(), value.shape, strict=True) if n > 1]
+    if torch.compiler.is_compiling():  # sorting symbolic strides would pin them
+        return any(s == 0 for s, _ in steps)
+    steps.sort()
+    return any(s <= sum(t * (n - 1) for t, n in steps[:i]) for i, (s, _) in enumerate(steps))
+
+
+def writable(named: Mapping[str, Tensor | None]) -> None:
+    """Refuse outputs that overlap themselves."""
     for name, value in named.items():
-        if value is not None and any(s == 0 and n > 1 for s, n in zip(value.stride(), value.shape, strict=True)):
+        if value is not None and value.numel() and _overlaps_itself(value):
             raise ValueError(f"{name} is written to and must not overlap itself, got strides {value.stride()}")
 
 
@@ -75,7 +85,7 @@ def _head_dim(name: str, dim: int) -> None:
 
 def kind_of(kind: str) -> None:
     """Refuse an unknown summary kind."""
-    if kind not in SUMMARIES:
+    if not isinstance(kind, str) or kind not in SUMMARIES:
         raise ValueError(f"kind must be one of {tuple(SUMMARIES)}, got {kind!r}")
 
 
@@ -183,7 +193,7 @@ def append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, page_stats: T
     tensors = {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "page_stats": page_stats, "slot_mapping": slots}
     _same_device(tensors)
     _no_gradient(tensors)
-    _writable({"k_cache": k_cache, "v_cache": v_cache, "page_stats": page_stats})
+    writable({"k_cache": k_cache, "v_cache": v_cache, "page_stats": page_stats})
 
 
 def rebuild(k_cache: Tensor, page_stats: Tensor, page_table: Tensor, seq_lens: Tensor, kind: str) -> None:
@@ -196,7 +206,7 @@ def rebuild(k_cache: Tensor, page_stats: Tensor, page_table: Tensor, seq_lens: T
     tensors = {"k_cache": k_cache, "page_stats": page_stats, "page_table": page_table, "seq_lens": seq_lens}
     _same_device(tensors)
     _no_gradient(tensors)
-    _writable({"page_stats": page_stats})
+    writable({"page_stats": page_stats})
 
 
 def score(
@@ -236,7 +246,7 @@ def score(
     tensors = {"q": q, "page_stats": page_stats, "page_table": page_table, "seq_lens": seq_lens, "box_scale": box, "out": out}
     _same_device(tensors)
     _no_gradient(tensors)
-    _writable({"out": out})
+    writable({"out": out})
 
 
 def select(
@@ -283,7 +293,7 @@ def select(
         }
     )
     _no_gradient({"scores": scores})
-    _writable({} if out is None else {"out.page_ids": out.page_ids, "out.page_counts": out.page_counts})
+    writable({} if out is None else {"out.page_ids": out.page_ids, "out.page_counts": out.page_counts})
 
 
 def selection_of(name: str, chosen: object) -> None:
@@ -357,7 +367,7 @@ def attend(
         }
     )
     _no_gradient({"q": q, "k_cache": k_cache, "v_cache": v_cache, "sinks": sinks, "out": out})
-    _writable({"out": out})
+    writable({"out": out})
 
 
 def decode(k_cache: Tensor, page_stats: Tensor, page_size: int, kind: str, vectors: int) -> None:

@@ -156,6 +156,10 @@ def sparse_attn_with_kvcache(
         For an option of ``flash_attn_with_kvcache`` that is not served (rotary, alibi, a window, ...), by name.
     """
     _refuse(flash_options)
+    for name, value in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
+        _tensor(name, value)
+    for name, given in (("k", k), ("v", v), ("block_table", block_table), ("out", out)):
+        _tensor(name, given, optional=True)
     if q.dim() != 4:
         raise ValueError(f"q must have shape [B, Sq, HQ, D], got {list(q.shape)}")
     if config is not None and not isinstance(config, SparseConfig):
@@ -177,8 +181,16 @@ def sparse_attn_with_kvcache(
         )
     elif block_table.dim() != 2 or block_table.shape[0] != batch:
         raise ValueError(f"block_table must have shape [B, N] with B = {batch}, got {list(block_table.shape)}")
-    if out is not None and (out.shape != q.shape or out.dtype != q.dtype):
-        raise ValueError(f"out must have q's shape {list(q.shape)} and dtype {q.dtype}, got {list(out.shape)}, {out.dtype}")
+    elif block_table.dtype not in checks.INDEX_DTYPES:
+        raise TypeError(f"block_table must have dtype int32, int64, got {block_table.dtype}")
+    if out is not None:
+        if out.shape != q.shape or out.dtype != q.dtype:
+            raise ValueError(f"out must have q's shape {list(q.shape)} and dtype {q.dtype}, got {list(out.shape)}, {out.dtype}")
+        if out.device != q.device:
+            raise ValueError(f"out must be on q's device {q.device}, got {out.device}")
+        if torch.is_grad_enabled() and out.requires_grad:
+            raise ValueError("out requires a gradient, but this op has no backward: call it under torch.no_grad()")
+        checks.writable({"out": out})
     before = _lengths(cache_seqlens, batch, q.device)
     count = _new_tokens(k, v, batch)
     total = before + count
@@ -232,6 +244,11 @@ def sparse_attn_with_kvcache(
     if out is not None:
         result = out.copy_(result)
     return (result, lse.view(batch, queries, heads_q).transpose(1, 2)) if return_softmax_lse else result
+
+
+def _tensor(name: str, value: object, *, optional: bool = False) -> None:
+    if not isinstance(value, Tensor) and not (optional and value is None):
+        raise TypeError(f"{name} must be a tensor{' or None' if optional else ''}, got {type(value).__name__}")
 
 
 def _refuse(options: dict[str, Any]) -> None:

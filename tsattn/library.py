@@ -35,7 +35,7 @@ def choose_impl(impl: str, device: torch.device) -> str:
     """Resolve ``impl`` for tensors on ``device``; a request that can't be served raises."""
     if impl == "auto":
         return "triton" if device.type == "cuda" else "torch"
-    if impl not in IMPLEMENTATIONS:
+    if not isinstance(impl, str) or impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl must be 'auto' or one of {tuple(IMPLEMENTATIONS)}, got {impl!r}")
     if impl == "triton" and device.type != "cuda" and os.environ.get("TRITON_INTERPRET", "0") in ("", "0"):
         raise ValueError(f"impl='triton' needs tensors on a GPU, or TRITON_INTERPRET=1, but they are on {device}")

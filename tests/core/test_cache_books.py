@@ -76,3 +76,18 @@ def assert_books(cache, model):
             exact = (min(part), max(part))
             # A shared page that was cropped here may still bound the longer content of the other holder.
             assert (low, high) == exact or (low <= exact[0] and high >= exact[1] and len(part) < 4)
+
+
+def test_appends_take_tensors_and_whole_numbers():
+    cache = PagedKVCache(4, 4, 1, 8, dtype=torch.float32)
+    first, second = cache.allocate(2)
+    k = torch.randn(2, 3, 1, 8)
+    with pytest.raises(TypeError, match="k must be a tensor"):
+        cache.append([first, second], k.tolist(), k)
+    with pytest.raises(TypeError, match="v must be a tensor"):
+        cache.append([first, second], k, None)
+    with pytest.raises(TypeError, match="float"):
+        cache.append([first, second], k, k, lengths=[1.5, 2])
+    with pytest.raises(TypeError, match="float"):
+        cache.reorder([first, second], [0.5, 1])
+    assert cache.num_free_pages == 4

@@ -79,6 +79,8 @@ EVERY = (append, rebuild, score, select, attend, dense, sparse, merge)
 # (ops, what to set, to what, word of the message). A value that is callable gets the bag.
 WRONG = [
     (EVERY, "impl", "cuda", "impl"),
+    (EVERY, "impl", ["torch"], "impl must be"),
+    ((append, rebuild, score), "kind", ["means"], "kind must be"),
     # tensors: type, rank, shape, dtype
     ((append,), "k", [1.0], "k must be a tensor"),
     ((append,), "k", lambda a: a.k[0], "k must have shape"),
@@ -171,6 +173,7 @@ WRONG = [
     (ATTENTION, "out", lambda a: a.out[:, :2], "out must have shape"),
     (ATTENTION, "out", lambda a: a.out.transpose(1, 2).contiguous().transpose(1, 2), "out must have contiguous channels"),
     (ATTENTION, "out", lambda a: a.out[:, :1].expand(2, 4, 16), "out is written to"),
+    (ATTENTION, "out", lambda a: torch.zeros(99).as_strided((2, 4, 16), (32, 8, 1)), "out is written to"),
     ((attend, dense), "softcap", -1.0, "softcap must be finite"),
     ((attend, dense), "softcap", NAN, "softcap must be finite"),
     ((attend, dense), "softcap", "x", "softcap must be"),

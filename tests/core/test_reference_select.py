@@ -202,3 +202,11 @@ def test_the_tie_rule_is_kept_among_many_pages(impl):
     winners = list(range(3, 20_000, 7))
     losers = [n for n in range(20_000) if n % 7 != 3][: 4000 - len(winners)]
     assert chosen == sorted(winners + losers)
+
+
+def test_budgets_of_any_int64_are_only_a_number_of_tokens(impl):
+    largest = torch.iinfo(torch.int64).max
+    budget = torch.tensor([largest, largest - 7, -largest - 1, 0])
+    lengths = torch.full((4,), 40)
+    chosen = tsattn.select_pages(torch.randn(4, 1, 5), lengths, page_size=8, budget=budget, impl=impl)
+    assert chosen.page_counts.flatten().tolist() == [5, 5, 0, 0]

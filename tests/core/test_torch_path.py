@@ -217,3 +217,16 @@ def test_number_of_rows(impl, rows):
         positions = [p for n in selected(selection, r, 0) for p in range(8 * n, min(8 * n + 8, lengths[r]))]
         keys, values = case.tokens(r, 0, positions)
         assert_attention(out[r], lse[r], case.q[r], keys, values)
+
+
+@pytest.mark.parametrize("impl", ["torch", "reference"])
+def test_the_cell_of_an_unlisted_last_page_is_never_read(impl):
+    case = make_case([40], heads_kv=2, group=1, dim=16, page_size=8)
+    lists = tsattn.PageSelection(
+        torch.tensor([[[0, 1], [0, -1]]], dtype=torch.int32), torch.tensor([[2, 1]], dtype=torch.int32)
+    )
+    arguments = (case.q, case.k_cache, case.v_cache)
+    wanted = tsattn.attend_pages(*arguments, case.page_table, case.seq_lens, lists, impl=impl)
+    freed = case.page_table.clone()
+    freed[0, 4:] = -1
+    assert_same_bits(tsattn.attend_pages(*arguments, freed, case.seq_lens, lists, impl=impl), wanted)

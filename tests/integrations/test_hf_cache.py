@@ -12,6 +12,7 @@ from tsattn import SparseConfig
 from tsattn.integrations import hf
 from tsattn.integrations.hf_attention import tsattn_attention
 from tsattn.integrations.hf_pending import PendingTensor
+from tsattn.testing import assert_same_bits
 
 HEADS, DIM = 2, 4
 MODULE = SimpleNamespace(is_causal=True, num_key_value_groups=1)
@@ -315,3 +316,18 @@ def test_a_paged_cache_can_be_taken_over_with_another_configuration():
     assert append(other, [[6], [8]], step) == [3, 5]
     assert rows(other) == [[1, 2, 6], [3, 4, 5, 8]]
     assert rows(cache) == [[1, 2], [3, 4, 5]]
+
+
+def test_rows_are_selected_by_negative_and_boolean_indices():
+    model = build("llama")
+    ids, mask = prompts([9, 5, 7])
+    config = SparseConfig(page_size=4)
+    with hf.sparse(model, config), torch.no_grad():
+        cache = hf.make_cache(model.config, config)
+        model(ids, attention_mask=mask, **{hf.cache_argument(model): cache})
+        layer = cache.layers[0]
+        keys = layer.keys
+        cache.batch_select_indices(torch.tensor([-1, 0]))
+        assert_same_bits(layer.keys, keys[[-1, 0]])
+        cache.batch_select_indices(torch.tensor([False, True]))
+        assert_same_bits(layer.keys, keys[:1])

@@ -8,6 +8,7 @@ from transformers import DynamicCache, QuantizedCache, StaticCache  # noqa: F401
 from tests.integrations.models import CACHE, SIZES, TOKENS, build, prompts
 from tsattn import SparseConfig
 from tsattn.integrations import hf
+from tsattn.testing import assert_same_bits
 
 CONFIG = SparseConfig(page_size=8, token_budget=24, recent_pages=1)
 
@@ -190,3 +191,24 @@ def test_tb_085_another_dtype_over_the_same_cache(model, ids):
         model.bfloat16()
         with pytest.raises(TypeError, match=r"keys are torch.bfloat16.*torch.float32"):
             model(ids[:, :1], **{CACHE: cache})
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_a_refused_call_leaves_nothing_in_any_layer(name, ids):
+    model = build(name)
+    with hf.sparse(model, CONFIG), torch.no_grad():
+        cache, other = (hf.make_cache(model.config, CONFIG) for _ in range(2))
+        argument = hf.cache_argument(model)
+        for each in (cache, other):
+            model(ids[:1], **{argument: each})
+        length = ids.shape[1]
+        hole = torch.ones(1, length + 2, dtype=torch.long)
+        hole[0, length - 1] = 0
+        with pytest.raises(ValueError, match="left-padded"):
+            model(ids[:1, :2], attention_mask=hole, **{argument: cache})
+        with pytest.raises(TypeError, match="float64"):
+            model.double()(ids[:1, :2], **{argument: cache})
+        model.float()
+        assert {layer.get_seq_length() for layer in cache.layers} == {length}
+        logits = [model(ids[:1, :1], **{argument: each}).logits for each in (cache, other)]
+    assert_same_bits(*logits)

@@ -19,9 +19,10 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from tsattn import PagedKVCache, SparseConfig
-from tsattn.integrations.hf_mask import MaskReader
+from tsattn.integrations.hf_mask import MaskReader, move_left
 from tsattn.integrations.hf_pending import PendingTensor
 from tsattn.integrations.hf_stats import Recorder
+from tsattn.integrations.hf_undo import SlidingUndo
 
 _FIRST_SLACK = 256
 """Tokens of room per row in a layer's first pool, so that a short generation never grows it."""
@@ -42,13 +43,13 @@ class PagedLayer(DynamicLayer):  # type: ignore[misc]
         Page size and kind of summary.
     layer_idx : int
         The model's layer index.
-    masks : MaskReader
-        Shared by the layers of a cache, so that a mask is read once per forward pass.
+    masks, undo
+        Shared by the layers of a cache: a mask is read once per forward pass, a refused call leaves nothing in any layer.
     recorder : Recorder
         Receives what decode steps read.
     """
 
-    def __init__(self, config: SparseConfig, layer_idx: int, masks: MaskReader, recorder: Recorder) -> None:
+    def __init__(self, config: SparseConfig, layer_idx: int, masks: MaskReader, recorder: Recorder, undo: SlidingUndo) -> None:
         self.pool: PagedKVCache | None = None
         self.seqs: list[int] = []
         self.pads: list[int] = []
@@ -59,7 +60,7 @@ class PagedLayer(DynamicLayer):  # type: ignore[misc]
         super().__init__()
         self.config = config
         self.layer_idx = layer_idx
-        self.masks = masks
+        self.masks, self.undo = masks, undo
         self.recorder = recorder
 
     # -- what Transformers calls ---------------------------------------------------------------------------------------
@@ -132,8 +133,9 @@ class PagedLayer(DynamicLayer):  # type: ignore[misc]
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows ``indices`` (integers, or a boolean per row)."""
-        rows = torch.as_tensor(indices)
-        self._take((rows.nonzero().flatten() if rows.dtype == torch.bool else rows).tolist(), "batch_select_indices")
+        if self.pool is not None:
+            rows = torch.arange(len(self.seqs))[torch.as_tensor(indices, device="cpu")].tolist()
+            self._take(rows, "batch_select_indices")
 
     def reset(self) -> None:
         """Forget everything and give all pages back."""
@@ -192,6 +194,7 @@ class PagedLayer(DynamicLayer):  # type: ignore[misc]
         self._append(keys, values, [min(new, self._length - pad) for pad in pads])
         self.pads = list(pads)
         self._pending = None
+        self.undo.clear()
         return (keys, values) if new == self._length else None
 
     @property
@@ -204,6 +207,7 @@ class PagedLayer(DynamicLayer):  # type: ignore[misc]
         if self._pending is not None:
             self._length -= self._pending.keys.shape[2]
             self._pending = None
+            self.undo.restore(self.layer_idx)
 
     def dense(self) -> tuple[Tensor, Tensor]:
         """Keys and values of all columns, [B, HKV, L, D], zeros in the padding."""
@@ -269,7 +273,7 @@ class PagedLayer(DynamicLayer):  # type: ignore[misc]
                 self.pool.grow(self.pool.num_pages + max(missing, self.pool.num_pages // 2))
         k, v = keys.transpose(1, 2), values.transpose(1, 2)
         if min(real) < new:
-            k, v = _move_left(k, real), _move_left(v, real)
+            k, v = move_left(k, real), move_left(v, real)
         self.pool.append(self.seqs, k, v, lengths=real)
 
     def _dense_copy(self) -> tuple[Tensor, Tensor]:
@@ -312,6 +316,17 @@ class SparseCache(DynamicCache):  # type: ignore[misc]
     """A ``DynamicCache`` whose full-attention layers are paged. Made by :func:`tsattn.integrations.hf.make_cache`."""
 
     sparse_config: SparseConfig
+    undo: SlidingUndo
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """Hand new keys and values to a layer; where a paged layer refuses them, no sliding layer keeps them either."""
+        if not isinstance(self.layers[layer_idx], PagedLayer):
+            self.undo.note(layer_idx, self.layers[layer_idx])
+        try:
+            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        except Exception:
+            self.undo.restore(layer_idx)
+            raise
 
     @property
     def paged_layers(self) -> list[PagedLayer]:
@@ -346,11 +361,11 @@ def build_cache(
 ) -> SparseCache:
     """The work of :func:`tsattn.integrations.hf.make_cache`, with the recorder to report to."""
     cache = SparseCache(config=model_config)
-    masks = MaskReader()
+    masks, cache.undo = MaskReader(), SlidingUndo()
     paged = 0
     for index, layer in enumerate(cache.layers):
         if type(layer) is DynamicLayer:
-            cache.layers[index] = PagedLayer(sparse_config, index, masks, recorder)
+            cache.layers[index] = PagedLayer(sparse_config, index, masks, recorder, cache.undo)
             paged += 1
     if not paged:
         kinds = sorted({type(layer).__name__ for layer in cache.layers})
@@ -383,12 +398,3 @@ def _adopt(cache: SparseCache, source: Any, attention_mask: Tensor | None) -> No
             # A sliding layer replaces its tensors and never writes into them, so a shallow copy is a snapshot.
             shallow = type(theirs) is DynamicSlidingWindowLayer
             cache.layers[index] = copy.copy(theirs) if shallow else copy.deepcopy(theirs)
-
-
-def _move_left(states: Tensor, real: list[int]) -> Tensor:
-    """[B, T, HKV, D] with each row's last ``real[b]`` tokens moved to the front."""
-    moved = torch.zeros_like(states, memory_format=torch.contiguous_format)
-    for row, count in enumerate(real):
-        if count:
-            moved[row, :count] = states[row, states.shape[1] - count :]
-    return moved

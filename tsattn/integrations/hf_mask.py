@@ -92,3 +92,12 @@ def read_padding(mask: Tensor, *, rows: int, new: int, total: int) -> list[int]:
             )
     padding = answer[len(reasons) :]
     return padding * rows if len(padding) == 1 else padding
+
+
+def move_left(states: Tensor, real: list[int]) -> Tensor:
+    """[B, T, HKV, D] with each row's last ``real[b]`` tokens moved to the front."""
+    moved = torch.zeros_like(states, memory_format=torch.contiguous_format)
+    for row, count in enumerate(real):
+        if count:
+            moved[row, :count] = states[row, states.shape[1] - count :]
+    return moved

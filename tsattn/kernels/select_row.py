@@ -39,7 +39,7 @@ def row_plan(
     kept = tl.minimum(K, num_used)
     if budget is not None:
         tokens = tl.maximum(tl.load(budget + row * stride_budget).to(tl.int64), 0)
-        kept = tl.minimum(kept.to(tl.int64), (tokens + (S - 1)) // S).to(tl.int32)
+        kept = tl.minimum(kept.to(tl.int64), tokens // S + (tokens % S > 0).to(tl.int64)).to(tl.int32)
     if keep is not None:
         kept = tl.minimum(kept, tl.load(keep + row_head))
     recent = tl.minimum(recent_pages, kept)

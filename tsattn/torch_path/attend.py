@@ -71,10 +71,12 @@ def _row_lists(
     good = listed & (pages >= everything[0]) & (pages <= everything[-1])
     kept: Tensor | None = None
     if not bool(good.all()):
-        # Move what is to be read to the front, in order; the page that pads a short list is one the row has.
+        # Move what is to be read to the front, in order. A short list is padded with a page that some list reads: another
+        # cell of the table may hold anything.
+        spare = pages[good].max() if bool(good.any()) else everything[-1]
         order = (~good).long().argsort(dim=1, stable=True)
         kept = good.sum(dim=1)
-        pages = torch.where(good, pages, everything[-1]).gather(1, order)[:, : int(kept.max())]
+        pages = torch.where(good, pages, spare).gather(1, order)[:, : int(kept.max())]
         kept = None if bool((kept == pages.shape[1]).all()) else kept
     if kept is None and pages.shape[1] == everything.numel() and bool((pages == everything).all()):
         return dense, None

@@ -65,7 +65,7 @@ def select_pages(
     num_pages = (seq_lens.long() + page_size - 1) // page_size
     kept = num_pages.clamp_max(listed)
     if budget is not None:
-        kept = torch.minimum(kept, ((budget.long() + page_size - 1) // page_size).clamp_min(0))
+        kept = torch.minimum(kept, -(-budget.long().clamp_min(0) // page_size))
     pages = torch.arange(width, device=scores.device)
     forced = _forced(pages, num_pages, kept, sink_pages, recent_pages)
     present = pages < num_pages[:, None]
