@@ -28,7 +28,7 @@ ARROWS = {
     "ops": {"checks", "library", "selection"},
     "decode": {"certificate", "checks", "config", "library", "selection"},
     "flash": {"checks", "config", "contents", "decode", "ops"},
-    "cache": {"checks", "ops", "quantisation", "selection", "summaries"},
+    "cache": {"checks", "library", "ops", "quantisation", "selection", "summaries"},
     "__init__": {"cache", "config", "decode", "flash", "library", "ops", "selection"},
     "testing": {"kernels", "quantisation", "reference", "selection", "summaries", "tuning"},
     "integrations": {"__init__", "cache", "config", "decode", "library", "ops", "selection"},

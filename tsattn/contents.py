@@ -65,6 +65,12 @@ def selected(
             _pages(cells, r, num_pages)
 
 
+def apart(name: str, new: Tensor, cache_name: str, cache: Tensor) -> None:
+    """Tokens to append don't lie in the memory they are written to: which copy would come first?"""
+    if new.numel() and cache.numel() and new.untyped_storage().data_ptr() == cache.untyped_storage().data_ptr():
+        raise ValueError(f"{name} shares its memory with {cache_name}: append a copy, {name}.clone()")
+
+
 def slots(slot_mapping: Tensor, num_slots: int) -> None:
     """Every slot is -1 or lies in the pool."""
     if slot_mapping.device.type != "cpu" or slot_mapping.numel() == 0:

@@ -109,6 +109,9 @@ def _append_kv(
     impl: str,
 ) -> None:
     contents.slots(slot_mapping, k_cache.shape[0] * k_cache.shape[1])
+    for name, new in (("k", k), ("v", v)):
+        contents.apart(name, new, "k_cache", k_cache)
+        contents.apart(name, new, "v_cache", v_cache)
     contents.scale("k_scale", k_scale)
     contents.scale("v_scale", v_scale)
     if k.shape[0]:

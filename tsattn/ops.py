@@ -310,7 +310,7 @@ def attend_pages(
     return_lse : bool
         Also return the natural log of the sum of exp(logit), [R, HQ] fp32.
     out : torch.Tensor, optional
-        [R, HQ, D] to write into.
+        [R, HQ, D] to write into; q itself, or memory that q doesn't touch.
 
     Returns
     -------

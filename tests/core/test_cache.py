@@ -342,3 +342,22 @@ def test_handles_are_never_used_again():
 def test_wrong_options(options, error, match):
     with pytest.raises(error, match=match):
         make(**options)
+
+
+@pytest.mark.parametrize("wrong, named", [({"head_dim": 300}, "head_dim"), ({"impl": "fast"}, "impl")])
+def test_what_no_append_could_serve_is_refused_at_construction(wrong, named):
+    options = {"head_dim": 64, "impl": "torch"} | wrong
+    with pytest.raises(ValueError, match=named):
+        tsattn.PagedKVCache(4, 16, 1, options["head_dim"], dtype=torch.float32, impl=options["impl"])
+
+
+def test_keys_that_lie_in_the_cache_are_refused_before_any_write():
+    pool = tsattn.PagedKVCache(4, 4, 1, 16, dtype=torch.float32)
+    pool.append(pool.allocate(), torch.randn(1, 8, 1, 16), torch.randn(1, 8, 1, 16))
+    before = pool.k_cache.clone()
+    slots = torch.arange(1, 5)
+    with pytest.raises(ValueError, match="k shares its memory with k_cache"):
+        tsattn.append_kv(
+            pool.k_cache[0], torch.randn(4, 1, 16), pool.k_cache, pool.v_cache, pool.page_stats, slots, kind="means"
+        )
+    assert_same_bits(pool.k_cache[:2], before[:2])

