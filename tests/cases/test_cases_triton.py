@@ -1,6 +1,7 @@
 """What the kernel language gets wrong: TB-046, TB-047, TB-081, TB-082, TB-099; on every implementation where it makes sense."""
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import tsattn
 from tsattn import SparseConfig
 from tsattn.testing import assert_attention, assert_close, assert_same_bits, make_case, make_pool
 
-from .world import World, chosen
+from .world import World, chosen, splits
 
 NAN, INF = math.nan, math.inf
 
@@ -159,34 +160,29 @@ def test_tb_099_every_tuning_entry_alone_is_right(stage, config):
             for found, exact in ((k_cache, case.k_cache), (v_cache, case.v_cache), (stats, case.page_stats)):
                 assert_same_bits(found[pages], exact[pages])
             return
-        scores = poisoned((2, 2, table.shape[1]))
-        for group_reduce in ("max", "mix", "softmax"):
-            tsattn.score_pages(
-                q,
-                case.page_stats,
-                table,
-                lens,
-                page_size=16,
-                kind="means",
-                group_reduce=group_reduce,
-                out=scores,
-                impl="triton",
-            )
-            exact = tsattn.score_pages(
-                q, case.page_stats, table, lens, page_size=16, kind="means", group_reduce=group_reduce, impl="reference"
-            )
-            assert_close(scores.cpu(), exact.double().cpu(), magnitude=exact[exact.isfinite()].abs().max() * 80)
-        for top_p in (None, 0.7):
-            lists = tsattn.PageSelection(
-                torch.full_like(table[:, None, :1].expand(2, 2, 1), 9).contiguous(), poisoned((2, 2)).int()
-            )
-            options = {"page_size": 16, "budget": 16, "top_p": top_p, "recent_pages": 0, "sink_pages": 0}
-            tsattn.select_pages(scores, lens, out=lists, impl="triton", **options)
-            expected = tsattn.select_pages(scores.cpu(), lens.cpu(), impl="reference", **options)
-            assert torch.equal(lists.page_ids.cpu(), expected.page_ids)
-            assert torch.equal(lists.page_counts.cpu(), expected.page_counts)
+        if stage in ("score", "reduce"):
+            scores = poisoned((2, 2, table.shape[1]))
+            for group_reduce in ("max", "mix", "softmax"):
+                options = {"page_size": 16, "kind": "means", "group_reduce": group_reduce}
+                tsattn.score_pages(q, case.page_stats, table, lens, out=scores, impl="triton", **options)
+                exact = tsattn.score_pages(q, case.page_stats, table, lens, impl="reference", **options)
+                assert_close(scores.cpu(), exact.double().cpu(), magnitude=exact[exact.isfinite()].abs().max() * 80)
+            return
+        if stage == "select":
+            scores = torch.randn(2, 2, table.shape[1], generator=torch.Generator().manual_seed(0)).to(here())
+            for top_p in (None, 0.7):
+                lists = tsattn.PageSelection(
+                    torch.full((2, 2, 1), 9, device=here()).int(), torch.full((2, 2), 9, device=here()).int()
+                )
+                options = {"page_size": 16, "budget": 16, "top_p": top_p, "recent_pages": 0, "sink_pages": 0}
+                tsattn.select_pages(scores, lens, out=lists, impl="triton", **options)
+                expected = tsattn.select_pages(scores.cpu(), lens.cpu(), impl="reference", **options)
+                assert torch.equal(lists.page_ids.cpu(), expected.page_ids)
+                assert torch.equal(lists.page_counts.cpu(), expected.page_counts)
+            return
         out = poisoned(q.shape)
-        _, lse = tsattn.dense_decode(q, case.k_cache, case.v_cache, table, lens, out=out, return_lse=True, impl="triton")
+        with splits("triton", 4) if stage == "merge" else nullcontext():  # tiles of 16 tokens: two splits to merge
+            _, lse = tsattn.dense_decode(q, case.k_cache, case.v_cache, table, lens, out=out, return_lse=True, impl="triton")
     for r, h in ((r, h) for r in range(2) for h in range(2)):
         heads = slice(3 * h, 3 * h + 3)
         keys, values = case.tokens(r, h, range(int(lens[r])))
