@@ -4,7 +4,8 @@ The tokens of a row are numbered through its list: token i is slot i % S of list
 may straddle pages, whatever S is. One program per (row, list head, chunk of query heads, split) on grid axis x:
 
     s = softmax_scale * q . (k * k_scale);  s = softcap * tanh(s / softcap);  masked: -inf
-    online softmax in base 2, fp32:  m = max s,  l = sum exp2(s - m),  acc = sum exp2(s - m) v
+    online softmax, fp32:  m = max s,  l = sum exp(s - m),  acc = sum exp(s - m) v;  exp(x) is exp2(x log2(e)), with the
+    factor on the difference: on s itself it would round away what large logits differ by
 
     q, out  [R, HQ, D]     k_cache, v_cache  [num_pages, S, HKV, D]     page_table  [R, N]
     lse     [R, HQ]        page_ids          [R, HL, K], HL = HKV or HQ: list head hl serves HQ / HL query heads
@@ -53,7 +54,7 @@ def _attend_kernel(
     out,
     lse,
     part_out,  # fp32 [R, HQ, splits, D]
-    part_lse,  # fp32 [R, HQ, splits], base 2
+    part_lse,  # fp32 [R, HQ, splits]
     split_counts,  # int32 [R, HL]
     q,
     k_cache,
@@ -172,40 +173,40 @@ def _attend_kernel(
         s = scale * dot(queries, tl.trans(as_operand(k, element, DOT_F32)), DOT_F32)  # [BLOCK_G, BLOCK_T]
         if HAS_SOFTCAP:
             s = softcap * tanh(s / softcap)
-        s = tl.where(visible[None, :], s * LOG2E, float("-inf"))
+        s = tl.where(visible[None, :], s, float("-inf"))
         new_m = tl.maximum(m, tl.max(s, axis=1))
         shift = tl.where(new_m == float("-inf"), 0.0, new_m)
-        p = tl.exp2(s - shift[:, None])
-        fade = tl.exp2(m - shift)
+        p = tl.exp2((s - shift[:, None]) * LOG2E)
+        fade = tl.exp2((m - shift) * LOG2E)
         l = l * fade + tl.sum(p, axis=1)
         acc = acc * fade[:, None] + dot(as_operand(p, element, DOT_F32), as_operand(v, element, DOT_F32), DOT_F32)
         m = new_m
 
     if sinks is not None:
         # One more logit with no value, once per row: splits leave it to the merge. A row that sees nothing stays empty.
-        sink = to_f32(tl.load(sinks + head * stride_sink, mask=g < GL, other=float("-inf"))) * LOG2E
+        sink = to_f32(tl.load(sinks + head * stride_sink, mask=g < GL, other=float("-inf")))
         sink = tl.where((m == float("-inf")) | (num_splits > 1), float("-inf"), sink)
         new_m = tl.maximum(m, sink)
         shift = tl.where(new_m == float("-inf"), 0.0, new_m)
-        fade = tl.exp2(m - shift)
-        l = l * fade + tl.exp2(sink - shift)
+        fade = tl.exp2((m - shift) * LOG2E)
+        l = l * fade + tl.exp2((sink - shift) * LOG2E)
         acc = acc * fade[:, None]
         m = new_m
     result = acc / tl.where(l == 0.0, 1.0, l)[:, None]
     if v_scale is not None:
         result *= tl.load(v_scale + kv_head * stride_vscale)
-    base2 = tl.where(m == float("inf"), m, m + tl.log2(l))
+    log_sum = tl.where(m == float("inf"), m, m + tl.log2(l) * LN2)
     if num_splits == 1:
         tl.store(
             out + row * stride_or + head[:, None] * stride_oh + d[None, :],
             round_to(result, out.dtype.element_ty, 0),
             mask=head_d,
         )
-        tl.store(lse + row * stride_lr + head * stride_lh, base2 * LN2, mask=g < GL)
+        tl.store(lse + row * stride_lr + head * stride_lh, log_sum, mask=g < GL)
     else:
         part = (row * (HL * GL) + head) * splits + split
         tl.store(part_out + part[:, None] * D + d[None, :], result, mask=head_d)
-        tl.store(part_lse + part, base2, mask=g < GL)
+        tl.store(part_lse + part, log_sum, mask=g < GL)
     tl.store(split_counts + row * HL + list_head, num_splits, mask=(splits > 1) & (split == 0) & (chunk == 0))
 
 

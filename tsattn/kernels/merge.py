@@ -6,7 +6,7 @@ With (out_i, lse_i) the normalised result and the log-sum-exp of part i:
 
 An empty part has lse_i = -inf and weight 0; all parts empty give (0, -inf).
 
-    _merge_splits_kernel    the splits of one row (fp32, base 2), one program per (row, query head); the attention sink, an
+    _merge_splits_kernel    the splits of one row (fp32), one program per (row, query head); the attention sink, an
                             extra logit without a value, enters here, once
     _merge_states_kernel    two public states (any float type, natural log), one program per block of (row, head)
 """
@@ -25,7 +25,7 @@ def _merge_splits_kernel(
     out,
     lse,
     part_out,  # fp32 [R, HQ, splits, D]
-    part_lse,  # fp32 [R, HQ, splits], base 2
+    part_lse,  # fp32 [R, HQ, splits]
     split_counts,  # int32 [R, HL]
     sinks,  # [HQ], or None
     stride_or,
@@ -55,18 +55,18 @@ def _merge_splits_kernel(
     )  # [BLOCK_S, BLOCK_D]
     top = tl.max(logs, axis=0)
     if sinks is not None:
-        sink = to_f32(tl.load(sinks + head * stride_sink)) * LOG2E
+        sink = to_f32(tl.load(sinks + head * stride_sink))
         sink = tl.where(top == float("-inf"), float("-inf"), sink)
         top = tl.maximum(top, sink)
     shift = tl.where(top == float("-inf"), 0.0, top)
-    weights = tl.exp2(logs - shift)
+    weights = tl.exp2((logs - shift) * LOG2E)
     total = tl.sum(weights, axis=0)
     if sinks is not None:
-        total += tl.exp2(sink - shift)
+        total += tl.exp2((sink - shift) * LOG2E)
     result = tl.sum(weights[:, None] * outs, axis=0) / tl.where(total == 0.0, 1.0, total)
-    base2 = tl.where(top == float("inf"), top, top + tl.log2(total))
+    log_sum = tl.where(top == float("inf"), top, top + tl.log2(total) * LN2)
     tl.store(out + row * stride_or + head * stride_oh + d, round_to(result, out.dtype.element_ty, 0), mask=d < D)
-    tl.store(lse + row * stride_lr + head * stride_lh, base2 * LN2)
+    tl.store(lse + row * stride_lr + head * stride_lh, log_sum)
 
 
 @triton.jit
