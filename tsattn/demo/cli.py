@@ -111,7 +111,8 @@ def _demo(args: argparse.Namespace, configs: dict[str, SparseConfig]) -> None:
     for name, config in configs.items():
         given.append(answers.answer_sparsely(loaded.model, prefilled, prompt, new_tokens, stop, name=name, config=config))
     clock.lap("answers")
-    seconds = measure.time_attention(given)
+    timing = measure.time_attention(given)
+    seconds = timing.seconds
     clock.lap("attention timing")
     rows, parts, panels = [], [], []
     for answer in given:
@@ -147,6 +148,7 @@ def _demo(args: argparse.Namespace, configs: dict[str, SparseConfig]) -> None:
             "expected": prompt.expected,
         },
         "attention_seconds_per_step": seconds,
+        "attention_threads": timing.threads,
         "wall_seconds": clock.laps,
         "methods": parts,
     }
