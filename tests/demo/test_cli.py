@@ -96,6 +96,15 @@ def test_a_missing_extra_names_what_to_install(monkeypatch, capsys):
     assert "No module named 'tqdm'; the demo needs `pip install \"tsattn[demo]\"`" in capsys.readouterr().err
 
 
+def test_a_damaged_installation_is_not_blamed_on_an_extra(monkeypatch):
+    def broken(*args):
+        raise ModuleNotFoundError("No module named 'tsattn.gone'", name="tsattn.gone")
+
+    monkeypatch.setattr(cli, "_demo", broken)
+    with pytest.raises(ModuleNotFoundError, match="gone"):
+        main(["demo"])
+
+
 def test_help_lists_the_commands():
     listing = subprocess.run([sys.executable, "-m", "tsattn", "--help"], capture_output=True, text=True, check=True).stdout
     for name, module in COMMANDS.items():

@@ -115,6 +115,19 @@ def test_the_picture_is_drawn_for_many_layers_and_uneven_steps(tmp_path):
         assert (tmp_path / "sub" / "p.png").stat().st_size > 1000
 
 
+def test_the_faster_thread_count_counts_and_threads_are_put_back(monkeypatch):
+    times = {1: {"bmm": 2.0, "tsattn": 1.0}, 3: {"bmm": 1.5, "tsattn": 4.0}}
+    monkeypatch.setattr(measure, "_take_turns", lambda ways, device: times[torch.get_num_threads()])
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        timing = measure.best_of_threads({"bmm": [], "tsattn": []}, torch.device("cpu"))
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+    assert timing == measure.Timing({"bmm": 1.5, "tsattn": 1.0}, {"bmm": 3, "tsattn": 1})
+
+
 def test_white_space_is_visible_on_the_axis():
     assert [picture.label_of(token) for token in ("\n", " the", "", "7")] == ["\\n", "␣the", "∅", "7"]
 

@@ -60,6 +60,8 @@ def run(args: argparse.Namespace) -> int:
         configs = sparse_configs(args)
         _demo(args, configs)
     except (ModuleNotFoundError, FileNotFoundError, ValueError) as error:
+        if isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] == "tsattn":
+            raise  # a damaged installation of this package, which no extra mends
         print(f"demo: {_explain(error)}", file=sys.stderr)
         return 2
     return 0

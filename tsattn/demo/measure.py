@@ -122,7 +122,11 @@ def time_attention(answers: list[Answer]) -> Timing:
     for layer in first.cache.paged_layers:
         for name, way in _dense_ways(layer, queries[layer.layer_idx]).items():
             ways.setdefault(name, []).append(way)
-    device = first.cache.paged_layers[0].device
+    return best_of_threads(ways, first.cache.paged_layers[0].device)
+
+
+def best_of_threads(ways: dict[str, list[Step]], device: torch.device) -> Timing:
+    """Time the ways; on a CPU with one thread and with all of them, keeping each way's better time."""
     if device.type != "cpu":
         return Timing(_take_turns(ways, device), dict.fromkeys(ways, 0))
     all_threads = torch.get_num_threads()
