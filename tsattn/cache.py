@@ -51,9 +51,10 @@ class PagedKVCache:
     Attributes
     ----------
     k_cache, v_cache : torch.Tensor
-        [num_pages, S, HKV, D]; views of [num_pages, HKV, S, D] storage, so one (page, head) block is contiguous.
+        [num_pages, S, HKV, D]; views of [HKV, num_pages, S, D] storage. One (page, head) block is contiguous, and pages that
+        follow each other are one [tokens, D] matrix per head.
     page_stats : torch.Tensor
-        [num_pages, HKV, M, D].
+        [num_pages, HKV, M, D]; a view of [HKV, num_pages, M, D] storage.
 
     Notes
     -----
@@ -101,8 +102,7 @@ class PagedKVCache:
         self.impl = impl
         self.k_cache = _blocks(num_pages, page_size, num_kv_heads, head_dim, storage, device)
         self.v_cache = _blocks(num_pages, page_size, num_kv_heads, head_dim, storage, device)
-        shape = (num_pages, num_kv_heads, num_vectors(kind, parts), head_dim)
-        self.page_stats = torch.zeros(shape, dtype=stats_dtype, device=device)
+        self.page_stats = _statistics(num_pages, num_kv_heads, num_vectors(kind, parts), head_dim, stats_dtype, device)
         self.k_scale = checks.scale_of("k_scale", k_scale, self.k_cache)
         self.v_scale = checks.scale_of("v_scale", v_scale, self.v_cache)
         self._free = list(range(num_pages))  # a heap: low pages first keeps sequences in one piece
@@ -282,8 +282,10 @@ class PagedKVCache:
             after = _blocks(num_pages, page_size, heads_kv, dim, before.dtype, before.device)
             after[:old] = before
             setattr(self, name, after)
-        stats = self.page_stats.new_zeros((num_pages, *self.page_stats.shape[1:]))
-        stats[:old] = self.page_stats
+        before = self.page_stats
+        _, heads_kv, vectors, dim = before.shape
+        stats = _statistics(num_pages, heads_kv, vectors, dim, before.dtype, before.device)
+        stats[:old] = before
         self.page_stats = stats
         for page in range(old, num_pages):
             heapq.heappush(self._free, page)
@@ -376,5 +378,12 @@ class PagedKVCache:
 
 
 def _blocks(num_pages: int, page_size: int, heads_kv: int, dim: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    storage = torch.empty((num_pages, heads_kv, page_size, dim), dtype=dtype, device=device)
-    return storage.permute(0, 2, 1, 3)
+    """A pool [num_pages, S, HKV, D] in which the pages of one KV head follow each other."""
+    return torch.empty((heads_kv, num_pages, page_size, dim), dtype=dtype, device=device).permute(1, 2, 0, 3)
+
+
+def _statistics(
+    num_pages: int, heads_kv: int, vectors: int, dim: int, dtype: torch.dtype, device: torch.device | str
+) -> Tensor:
+    """Zeroed statistics [num_pages, HKV, M, D], stored head by head like the pool."""
+    return torch.zeros((heads_kv, num_pages, vectors, dim), dtype=dtype, device=device).transpose(0, 1)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tsattn.quantisation import dequantise, quantise
 from tsattn.summaries import SUMMARIES, store_statistics
-from tsattn.torch_path.gather import as_bytes_if_fp8
+from tsattn.torch_path.blocks import as_bytes_if_fp8
 
 PAGES_AT_ONCE = 1024
 """Pages whose keys are held in fp32 (and fp64) at one time."""

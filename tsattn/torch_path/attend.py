@@ -6,11 +6,25 @@ The G query heads that share a list are one [G, D] matrix: a page is read once f
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tsattn.torch_path.gather import take_head_pages
+from tsattn.torch_path.blocks import cache_blocks, take, whole_row
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+"""What ``scaled_dot_product_attention`` runs on a CPU; asked directly, as only it returns the LSE."""
+
+
+class Options(NamedTuple):
+    """How logits are made, and what dequantises the cache."""
+
+    softmax_scale: float
+    softcap: float
+    sinks: Tensor | None
+    k_scale: Tensor | None
+    v_scale: Tensor | None
 
 
 def _widened(codes: Tensor, heads: Tensor, scale: Tensor | None) -> Tensor:
@@ -19,30 +33,49 @@ def _widened(codes: Tensor, heads: Tensor, scale: Tensor | None) -> Tensor:
     return values if scale is None else values * scale[heads][:, None, None]
 
 
-def _row_attention(
-    q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, scale: float, softcap: float, sinks: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """q [HL, GL, D], k and v [HL, T, D], hidden [HL, 1, T], sinks [HL, GL] -> out [HL, GL, D], lse [HL, GL]."""
-    logits = torch.bmm(q, k.transpose(1, 2)).mul_(scale)
+def _plain(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, scale: float, softcap: float) -> tuple[Tensor, Tensor]:
+    """Softmax attention in fp32: q [HL, GL, D], k and v [HL, T, D], hidden [HL, 1, T] -> out [HL, GL, D], lse [HL, GL]."""
+    logits = torch.bmm(q.float(), k.float().transpose(1, 2)).mul_(scale)
     if softcap > 0:
         logits = softcap * torch.tanh(logits / softcap)
     if hidden is not None:
         logits = logits.masked_fill(hidden, -math.inf)
         v = v.masked_fill(hidden.transpose(1, 2), 0.0)  # 0 * NaN of an unwritten slot would be NaN
     top = logits.amax(dim=-1, keepdim=True)
-    if sinks is not None:
-        top = torch.maximum(top, sinks[..., None])
     top = torch.where(top == -math.inf, 0.0, top)
     weights = (logits - top).exp_()
     total = weights.sum(dim=-1, keepdim=True)
-    empty = None if hidden is None else hidden.all(dim=-1, keepdim=True)
+    out = torch.bmm(weights, v.float()) / torch.where(total == 0, 1.0, total)
+    return out, (top + total.log()).squeeze(-1)
+
+
+def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Enlarge the denominator by exp(sink); a query that sees nothing stays empty."""
+    total = torch.where(lse == -math.inf, lse, torch.logaddexp(lse, sinks))
+    share = torch.where(lse == -math.inf, 0.0, (lse - total).exp())
+    return out * share[..., None], total
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, heads: Tensor, hidden: Tensor | None, options: Options) -> tuple[Tensor, Tensor]:
+    """Attention of one row: q [HQ, D]; k, v [HL, T, D] as stored, list hl of KV head ``heads[hl]`` -> [HQ, D], [HQ].
+
+    bf16 goes to PyTorch's flash attention, which keeps its logits in fp32 and reads the keys as they are. In fp32 its bits
+    depend on the number of threads and in fp16 its LSE is rough; so these, masks inside the list, soft caps and logits that are
+    not finite go the plain way.
+    """
+    scale, softcap, sinks, k_scale, v_scale = options
+    if k.dtype != q.dtype:  # quantised
+        q, k, v = q.float(), _widened(k, heads, k_scale), _widened(v, heads, v_scale)
+    query = q.reshape(k.shape[0], -1, q.shape[1])
+    if hidden is None and softcap == 0 and query.dtype == torch.bfloat16 and query.device.type == "cpu":
+        out, lse = (result[0] for result in _flash(query[None], k[None], v[None], scale=scale))
+        if not bool(lse.isfinite().all()):
+            out, lse = _plain(query, k, v, hidden, scale, softcap)
+    else:
+        out, lse = _plain(query, k, v, hidden, scale, softcap)
     if sinks is not None:
-        total = total + (sinks[..., None] - top).exp()
-    out = torch.bmm(weights, v) / torch.where(total == 0, 1.0, total)
-    lse = (top + total.log()).squeeze(-1)
-    if empty is not None:
-        lse = lse.masked_fill(empty.squeeze(-1), -math.inf)
-    return out, lse
+        out, lse = _with_sinks(out.float(), lse, sinks.float().view(k.shape[0], -1))
+    return out.flatten(0, 1), lse.flatten()
 
 
 def _hidden_tokens(pages: Tensor, counts: Tensor | None, page_size: int, read: int, length: int, first: int) -> Tensor | None:
@@ -55,16 +88,14 @@ def _hidden_tokens(pages: Tensor, counts: Tensor | None, page_size: int, read: i
 
 
 def _row_lists(
-    page_ids: Tensor | None, page_counts: Tensor | None, r: int, everything: Tensor, heads_kv: int
-) -> tuple[Tensor, Tensor | None]:
+    page_ids: Tensor | None, page_counts: Tensor | None, r: int, everything: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
     """Logical pages [HL, k] of one row, and counts [HL] where the lists differ in length (cells behind hold any page).
 
-    Lists that all hold ``everything`` [P], the pages that the row sees, become one list per KV head, whatever heads they were
-    made for: so they give the bits of dense attention.
+    (None, None) where all lists hold ``everything`` [P], the pages that the row sees.
     """
-    dense = everything.expand(heads_kv, -1)
     if page_ids is None or page_counts is None or everything.numel() == 0:
-        return dense, None
+        return None, None
     counts = page_counts[r].long()
     pages = page_ids[r, :, : int(counts.max())].long()
     listed = torch.arange(pages.shape[1], device=pages.device) < counts[:, None]
@@ -79,8 +110,36 @@ def _row_lists(
         pages = torch.where(good, pages, spare).gather(1, order)[:, : int(kept.max())]
         kept = None if bool((kept == pages.shape[1]).all()) else kept
     if kept is None and pages.shape[1] == everything.numel() and bool((pages == everything).all()):
-        return dense, None
+        return None, None
     return pages, kept
+
+
+def attend_to_all(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, physical: Tensor, length: int, first: int, options: Options
+) -> tuple[Tensor, Tensor]:
+    """Attention of one row to the tokens [first, length); ``physical`` [P] are its pages from that of ``first`` on.
+
+    Lists of all pages come here whatever heads they were made for, so they give the bits of dense attention.
+    """
+    page_size, heads_kv = k_cache.shape[1:3]
+    begin = first // page_size * page_size
+    keys, values = (whole_row(cache_blocks(c), physical)[:, first - begin : length - begin] for c in (k_cache, v_cache))
+    return attention(q, keys, values, torch.arange(heads_kv, device=q.device), None, options)
+
+
+def attend_to_lists(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    physical: Tensor,
+    read: int,
+    hidden: Tensor | None,
+    options: Options,
+) -> tuple[Tensor, Tensor]:
+    """Attention of one row to the first ``read`` tokens of every list; ``physical`` [HL, k]."""
+    heads = torch.arange(physical.shape[0], device=q.device) * k_cache.shape[2] // physical.shape[0]
+    keys, values = (take(cache_blocks(c), physical, heads).flatten(1, 2)[:, :read] for c in (k_cache, v_cache))
+    return attention(q, keys, values, heads, hidden, options)
 
 
 def attend_pages(
@@ -102,30 +161,26 @@ def attend_pages(
     v_scale: Tensor | None,
 ) -> None:
     """Attend to the listed pages of every row (``page_ids`` None: to all of them)."""
-    page_size, heads_kv = k_cache.shape[1:3]
+    page_size = k_cache.shape[1]
+    options = Options(softmax_scale, softcap, sinks, k_scale, v_scale)
     for r, length in enumerate(seq_lens.tolist()):
         num_pages = -(-length // page_size)
         first = 0 if window is None else max(0, length - window)
         everything = torch.arange(first // page_size, num_pages, device=q.device)
-        pages, counts = _row_lists(page_ids, page_counts, r, everything, heads_kv)
-        list_heads = pages.shape[0]
-        if pages.shape[1] == 0:
+        pages, counts = _row_lists(page_ids, page_counts, r, everything)
+        if length == 0 or (pages is not None and pages.shape[1] == 0):
             out[r] = 0.0
             lse[r] = -math.inf
-            continue
-        heads = torch.arange(list_heads, device=q.device) * heads_kv // list_heads
-        physical = page_table[r].long()[pages]
-        # The last page of a row is its only partial one; where every list ends with it, cut the tail instead of masking.
-        ends_last = counts is None and bool((pages[:, -1] == num_pages - 1).all())
-        read = pages.shape[1] * page_size - (num_pages * page_size - length if ends_last else 0)
-        key = _widened(take_head_pages(k_cache, physical, heads).flatten(1, 2)[:, :read], heads, k_scale)
-        value = _widened(take_head_pages(v_cache, physical, heads).flatten(1, 2)[:, :read], heads, v_scale)
-        hidden = None if ends_last and first == 0 else _hidden_tokens(pages, counts, page_size, read, length, first)
-        query = q[r].float().reshape(list_heads, -1, q.shape[2])
-        row_sinks = None if sinks is None else sinks.float().view(list_heads, -1)
-        row_out, row_lse = _row_attention(query, key, value, hidden, softmax_scale, softcap, row_sinks)
-        out[r] = row_out.flatten(0, 1).to(out.dtype)
-        lse[r] = row_lse.flatten()
+        elif pages is None:
+            physical = page_table[r, first // page_size : num_pages].long()
+            out[r], lse[r] = attend_to_all(q[r], k_cache, v_cache, physical, length, first, options)
+        else:
+            # The last page of a row is its only partial one; where every list ends with it, cut the tail instead of masking.
+            ends_last = counts is None and bool((pages[:, -1] == num_pages - 1).all())
+            read = pages.shape[1] * page_size - (num_pages * page_size - length if ends_last else 0)
+            hidden = None if ends_last and first == 0 else _hidden_tokens(pages, counts, page_size, read, length, first)
+            physical = page_table[r].long()[pages]
+            out[r], lse[r] = attend_to_lists(q[r], k_cache, v_cache, physical, read, hidden, options)
 
 
 def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, out: Tensor, lse: Tensor) -> None:

@@ -2,52 +2,48 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
 from torch import Tensor
 
-from tsattn.summaries import SUMMARIES, Summary, parts_of_full_page, sub_page_slots
-from tsattn.torch_path.gather import take_pages
-
-STATS_AT_ONCE = 1 << 19
-"""Elements of narrow statistics converted to fp32 at one time: few enough to stay in the cache."""
+from tsattn.summaries import SUMMARIES, parts_of_full_page, sub_page_slots
+from tsattn.torch_path.blocks import pieces, stats_blocks
 
 
-def _products(coefficients: Tensor, stats: Tensor, summary: Summary) -> Tensor:
-    """Coefficients [HKV, G, M, D] times stats [P, HKV, M, D]: [HKV, G, P] if summed over M, else [M, HKV, G, P]."""
-    heads_kv, group, m, dim = coefficients.shape
-    if summary.combine == "sum":
-        rows = stats.flatten(2).permute(1, 2, 0)  # [HKV, M*D, P]
-        return torch.bmm(coefficients.reshape(heads_kv, group, m * dim), rows)
-    return torch.stack([torch.bmm(coefficients[:, :, j], stats[:, :, j].permute(1, 2, 0)) for j in range(m)])
-
-
-def _wide_products(coefficients: Tensor, stats: Tensor, summary: Summary) -> Tensor:
-    """:func:`_products` in fp32 whatever the dtype of the statistics, converted piece by piece."""
-    if stats.dtype == torch.float32:
-        return _products(coefficients, stats, summary)
-    pages = max(1, STATS_AT_ONCE // max(1, stats[0].numel()))
-    return torch.cat([_products(coefficients, part.float(), summary) for part in torch.split(stats, pages)], dim=-1)
+def _products(coefficients: Tensor, blocks: Tensor, physical: Tensor, summed: bool) -> list[Tensor]:
+    """Coefficients [HKV, G, M, D] times the pages' M vectors: [HKV, G, P] each, M of them or their sum."""
+    if summed:
+        flat = coefficients.flatten(2)
+        return [torch.cat([torch.bmm(flat, part.flatten(2).transpose(1, 2)) for part in pieces(blocks, physical)], dim=-1)]
+    vectors = range(coefficients.shape[2])
+    parts = [
+        [torch.bmm(coefficients[:, :, j], part[:, :, j].transpose(1, 2)) for j in vectors] for part in pieces(blocks, physical)
+    ]
+    return [torch.cat(some, dim=-1) for some in zip(*parts, strict=True)]
 
 
 def _head_scores(
-    q: Tensor, stats: Tensor, length: int, page_size: int, kind: str, box_scale: float | Tensor, scale: float
+    q: Tensor, blocks: Tensor, physical: Tensor, length: int, page_size: int, kind: str, box_scale: float | Tensor, scale: float
 ) -> Tensor:
-    """Scores of one row per query head, [HKV, G, P]; q [HKV, G, D] fp32, stats [P, HKV, M, D]."""
+    """Scores of one row per query head, [HKV, G, P]; q [HKV, G, D] fp32."""
     summary = SUMMARIES[kind]
-    num_pages, _, m, _ = stats.shape
+    m = blocks.shape[2]
     if isinstance(box_scale, Tensor):
         box_scale = box_scale[:, None, None]
-    products = _wide_products(summary.coefficients(q, m, scale, box_scale), stats, summary).mul_(scale)
+    products = _products(summary.coefficients(q, m, scale, box_scale), blocks, physical, summary.combine == "sum")
+    for product in products:
+        product.mul_(scale)
     if summary.combine == "logsumexp":
-        width = sub_page_slots(page_size, m)
+        num_pages, width = physical.numel(), sub_page_slots(page_size, m)
         for j in range(1, m):
             held = -(-(length - j * width) // page_size) if j * width < page_size else 0  # pages whose part j has a token
-            products[j, ..., max(0, min(num_pages, held)) :] = -math.inf
-        products = products[0] if m == 1 else torch.logsumexp(products, dim=0)
-        products -= math.log(parts_of_full_page(page_size, m))
-    return torch.where(products.isnan(), math.inf, products)
+            products[j][..., max(0, min(num_pages, held)) :] = -math.inf
+    scores = functools.reduce(torch.logaddexp, products)
+    if summary.combine == "logsumexp" and m > 1:
+        scores -= math.log(parts_of_full_page(page_size, m))
+    return scores.nan_to_num_(nan=math.inf, posinf=math.inf, neginf=-math.inf)
 
 
 def _page_softmax(scores: Tensor) -> Tensor:
@@ -84,6 +80,25 @@ def _reduce_group(scores: Tensor, group_reduce: str) -> Tensor:
     return torch.where(best == math.inf, math.inf, -order.to(scores.dtype))
 
 
+def score_row(
+    q: Tensor,
+    page_stats: Tensor,
+    physical: Tensor,
+    length: int,
+    *,
+    page_size: int,
+    kind: str,
+    box_scale: float | Tensor,
+    softmax_scale: float,
+    group_reduce: str,
+) -> Tensor:
+    """Scores [H, P] of one row's pages; q [HQ, D], ``physical`` [P] int64."""
+    grouped = q.float().reshape(page_stats.shape[1], -1, q.shape[1])  # [HKV, G, D]
+    blocks = stats_blocks(page_stats)
+    per_head = _head_scores(grouped, blocks, physical, length, page_size, kind, box_scale, softmax_scale)
+    return _reduce_group(per_head, group_reduce)
+
+
 def score_pages(
     q: Tensor,
     page_stats: Tensor,
@@ -98,13 +113,18 @@ def score_pages(
     group_reduce: str,
 ) -> None:
     """Score the pages of every row; ``scores`` [R, H, N] gets -inf behind a row's last page."""
-    heads_kv = page_stats.shape[1]
     for r, length in enumerate(seq_lens.tolist()):
         num_pages = -(-length // page_size)
         scores[r, :, num_pages:] = -math.inf
-        if num_pages == 0:
-            continue
-        stats = take_pages(page_stats, page_table[r, :num_pages].long())
-        grouped = q[r].float().reshape(heads_kv, -1, q.shape[2])  # [HKV, G, D]
-        per_head = _head_scores(grouped, stats, length, page_size, kind, box_scale, softmax_scale)
-        scores[r, :, :num_pages] = _reduce_group(per_head, group_reduce)
+        if num_pages:
+            scores[r, :, :num_pages] = score_row(
+                q[r],
+                page_stats,
+                page_table[r, :num_pages].long(),
+                length,
+                page_size=page_size,
+                kind=kind,
+                box_scale=box_scale,
+                softmax_scale=softmax_scale,
+                group_reduce=group_reduce,
+            )

@@ -13,38 +13,68 @@ from torch import Tensor
 
 from tsattn.selection import NO_PAGE
 
-FORCED = 2**31 - 1
-ABSENT = -(2**31)
-
 
 def ordered_keys(scores: Tensor) -> Tensor:
     """Signed 32-bit integers (as int64) in the order of the fp32 scores; -0 equals +0, NaN counts as +inf."""
-    clean = torch.where(scores.isnan(), math.inf, scores) + 0.0
-    bits = clean.view(torch.int32)
+    bits = torch.nan_to_num(scores, nan=math.inf, posinf=math.inf, neginf=-math.inf).add_(0.0).view(torch.int32)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
 
 
-def _forced(pages: Tensor, num_pages: Tensor, kept: Tensor, sink_pages: int, recent_pages: int) -> Tensor:
-    """Mask [R, N] of the pages that are kept whatever their score; the newest ones where ``kept`` is small."""
-    recent = kept.clamp_max(recent_pages)
-    sink_end = (num_pages - recent).clamp_max(sink_pages)
-    sinks = torch.minimum(sink_end, kept - recent)
-    is_recent = (pages >= (num_pages - recent)[:, None]) & (pages < num_pages[:, None])
-    return is_recent | ((pages >= (sink_end - sinks)[:, None]) & (pages < sink_end[:, None]))
+def _packed(scores: Tensor) -> Tensor:
+    """int64 [H, P], larger for better scores and, among equals, for lower pages."""
+    return (ordered_keys(scores) << 32) | torch.arange(scores.shape[-1] - 1, -1, -1, device=scores.device)
 
 
-def _keep_by_mass(order: Tensor, scores: Tensor, forced: Tensor, kept: Tensor, top_p: float) -> Tensor:
-    """Per-list number of pages [R, H] whose estimated mass is ``top_p`` of the whole, at most ``kept``."""
+def _forced(num_pages: int, kept: int, sink_pages: int, recent_pages: int) -> tuple[range, range]:
+    """The sink pages and the recent pages that are kept whatever their score; the newest where ``kept`` is small."""
+    recent = min(recent_pages, kept)
+    sink_end = min(sink_pages, num_pages - recent)
+    sinks = min(sink_end, kept - recent)
+    return range(sink_end - sinks, sink_end), range(num_pages - recent, num_pages)
+
+
+def select_row(scores: Tensor, kept: int, *, sink_pages: int, recent_pages: int) -> Tensor:
+    """The ``kept`` pages of every list of one row, ascending: scores [H, P] -> [H, kept] int64."""
+    heads, num_pages = scores.shape
+    if kept == num_pages:
+        return torch.arange(num_pages, device=scores.device).expand(heads, -1)
+    sinks, recent = _forced(num_pages, kept, sink_pages, recent_pages)
+    best = kept - len(sinks) - len(recent)
+    parts = [torch.arange(part.start, part.stop, device=scores.device).expand(heads, -1) for part in (sinks, recent)]
+    if best:
+        middle = _packed(scores[:, sinks.stop : recent.start])
+        chosen = middle.topk(best, dim=-1, sorted=False).indices.sort(dim=-1).values
+        parts.insert(1, chosen.add_(sinks.stop))
+    return torch.cat(parts, dim=-1)
+
+
+def _select_by_mass(
+    scores: Tensor, kept: int, top_p: float, sink_pages: int, recent_pages: int, width: int
+) -> tuple[Tensor, Tensor]:
+    """Pages [H, width] (``NO_PAGE`` behind) and counts [H] of the smallest lists whose estimated mass is ``top_p``."""
+    num_pages = scores.shape[1]
+    sinks, recent = _forced(num_pages, kept, sink_pages, recent_pages)
+    pages = torch.arange(num_pages, device=scores.device)
+    forced = (pages >= recent.start) | ((pages >= sinks.start) & (pages < sinks.stop))
+    keys = torch.where(forced, torch.iinfo(torch.int64).max - pages, _packed(scores))
+    order = keys.argsort(dim=-1, descending=True)
     unbounded = scores.isnan() | (scores == math.inf)
     finite = scores.masked_fill(unbounded, -math.inf)
     top = finite.amax(dim=-1, keepdim=True).clamp_min(torch.finfo(scores.dtype).min)
     weights = (finite.double() - top.double()).exp()
     mass = weights.gather(-1, order).cumsum(dim=-1)
-    goal = top_p * mass[..., -1:]
-    at_least = (forced[:, None] | unbounded).sum(dim=-1)
-    enough = (mass < goal).sum(dim=-1) + 1
-    enough = torch.where(goal[..., 0] > 0, enough, 0)
-    return torch.minimum(torch.maximum(enough, at_least), kept[:, None])
+    goal = top_p * mass[:, -1:]
+    enough = torch.where(goal[:, 0] > 0, (mass < goal).sum(dim=-1) + 1, 0)
+    counts = torch.maximum(enough, (forced | unbounded).sum(dim=-1)).clamp_max(kept)
+    listed = torch.arange(min(width, num_pages), device=scores.device) < counts[:, None]
+    ids = torch.where(listed, order[:, :width], num_pages).sort(dim=-1).values
+    return torch.where(ids < num_pages, ids, NO_PAGE), counts
+
+
+def pages_to_keep(num_pages: int, width: int, budget: int | None, page_size: int) -> int:
+    """K of a row: what its list, its pages and its budget of tokens allow."""
+    kept = min(num_pages, width)
+    return kept if budget is None else min(kept, -(-max(budget, 0) // page_size))
 
 
 def select_pages(
@@ -60,27 +90,17 @@ def select_pages(
     recent_pages: int,
 ) -> None:
     """Write the chosen pages of every list, ascending, then ``NO_PAGE``."""
-    rows, heads, width = scores.shape
-    listed = page_ids.shape[2]
-    num_pages = (seq_lens.long() + page_size - 1) // page_size
-    kept = num_pages.clamp_max(listed)
-    if budget is not None:
-        kept = torch.minimum(kept, -(-budget.long().clamp_min(0) // page_size))
-    pages = torch.arange(width, device=scores.device)
-    forced = _forced(pages, num_pages, kept, sink_pages, recent_pages)
-    present = pages < num_pages[:, None]
-    keys = torch.where(forced[:, None], FORCED, ordered_keys(scores))
-    keys = torch.where(present[:, None], keys, ABSENT)
-    packed = (keys << 32) | (0xFFFFFFFF - pages)
-    taken = width if top_p is not None else min(listed, width)
-    order = packed.topk(taken, dim=-1).indices
-    counts = kept[:, None].expand(rows, heads)
-    if top_p is not None:
-        present_scores = torch.where(present[:, None], scores, -math.inf)
-        counts = _keep_by_mass(order, present_scores, forced, kept, top_p)
-    order = order[..., : min(listed, width)]
-    chosen = torch.arange(order.shape[-1], device=scores.device) < counts[..., None]
-    ids = torch.where(chosen, order, width).sort(dim=-1).values
+    width = page_ids.shape[2]
+    lengths = seq_lens.tolist()
+    budgets = [None] * len(lengths) if budget is None else budget.tolist()
     page_ids.fill_(NO_PAGE)
-    page_ids[..., : ids.shape[-1]] = torch.where(ids < width, ids, NO_PAGE)
-    page_counts.copy_(counts)
+    for r, (length, tokens) in enumerate(zip(lengths, budgets, strict=True)):
+        num_pages = -(-length // page_size)
+        kept = pages_to_keep(num_pages, width, tokens, page_size)
+        row = scores[r, :, :num_pages]
+        if top_p is not None and num_pages:
+            ids, counts = _select_by_mass(row, kept, top_p, sink_pages, recent_pages, width)
+            page_ids[r, :, : ids.shape[1]], page_counts[r] = ids, counts.int()
+            continue
+        page_ids[r, :, :kept] = select_row(row, kept, sink_pages=sink_pages, recent_pages=recent_pages)
+        page_counts[r] = kept

@@ -1,0 +1,73 @@
+"""A whole decode step, row by row: what the stages do one after another, without their tensors in between."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from tsattn.selection import NO_PAGE
+from tsattn.torch_path.attend import Options, attend_to_all, attend_to_lists
+from tsattn.torch_path.score import score_row
+from tsattn.torch_path.select import pages_to_keep, select_row
+
+
+def sparse_decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_stats: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    budget: Tensor | None,
+    page_ids: Tensor,
+    page_counts: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    kind: str,
+    box_scale: float,
+    group_reduce: str,
+    sink_pages: int,
+    recent_pages: int,
+    softmax_scale: float,
+    softcap: float,
+    sinks: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+) -> None:
+    """Score, select and attend; a row that keeps all its pages isn't scored. ``recent_pages`` is at least 1."""
+    page_size, width = k_cache.shape[1], page_ids.shape[2]
+    options = Options(softmax_scale, softcap, sinks, k_scale, v_scale)
+    lengths = seq_lens.tolist()
+    budgets = [None] * len(lengths) if budget is None else budget.tolist()
+    for r, (length, tokens) in enumerate(zip(lengths, budgets, strict=True)):
+        num_pages = -(-length // page_size)
+        kept = pages_to_keep(num_pages, width, tokens, page_size)
+        page_ids[r, :, kept:] = NO_PAGE
+        page_counts[r] = kept
+        if kept == 0:
+            out[r] = 0.0
+            lse[r] = -math.inf
+            continue
+        physical = page_table[r, :num_pages].long()
+        if kept == num_pages:
+            page_ids[r, :, :kept] = torch.arange(kept, device=q.device)
+            out[r], lse[r] = attend_to_all(q[r], k_cache, v_cache, physical, length, 0, options)
+            continue
+        scores = score_row(
+            q[r],
+            page_stats,
+            physical,
+            length,
+            page_size=page_size,
+            kind=kind,
+            box_scale=box_scale,
+            softmax_scale=softmax_scale,
+            group_reduce=group_reduce,
+        )
+        pages = select_row(scores, kept, sink_pages=sink_pages, recent_pages=recent_pages)
+        page_ids[r, :, :kept] = pages
+        read = kept * page_size - (num_pages * page_size - length)  # the last page is kept, and is the only partial one
+        out[r], lse[r] = attend_to_lists(q[r], k_cache, v_cache, physical[pages], read, None, options)
