@@ -20,9 +20,10 @@ import torch
 import triton
 import triton.language as tl
 
-from tsattn.kernels.launch import block_dim, codes, next_pow2, on_device_of, stride_or_zero
+from tsattn.kernels.launch import Piece, block_dim, codes, next_pow2, on_device_of, scratch_or_new, stride_or_zero
 from tsattn.kernels.primitives import encode, pages_of, to_f32
 from tsattn.kernels.summary import KIND_CODES, write_page_stats
+from tsattn.scratch import Scratch
 from tsattn.tuning.space import pick
 
 
@@ -212,6 +213,7 @@ def append_kv(
     kind: str,
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
+    scratch: Scratch | None = None,
 ) -> None:
     """Write tokens into the cache and recompute the statistics of the pages they touch."""
     num_pages, page_size, num_kv_heads, head_dim = k_cache.shape
@@ -246,7 +248,7 @@ def append_kv(
             D=head_dim,
             M=page_stats.shape[2],
             KIND=KIND_CODES[kind],
-            BLOCK_T=min(config["BLOCK_T"], max(16, next_pow2(num_tokens))),
+            BLOCK_T=config["BLOCK_T"],
             BLOCK_S=min(config["BLOCK_S"], next_pow2(page_size)),
             BLOCK_D=block_dim(head_dim),
             num_warps=config.num_warps,
@@ -254,15 +256,22 @@ def append_kv(
         )
 
 
-def _page_fill(page_table: torch.Tensor, seq_lens: torch.Tensor, num_pages: int, page_size: int) -> torch.Tensor:
-    """Filled slots of every physical page, the largest that any row sees: int32 [num_pages]; no host sync."""
+def page_fill_piece(num_pages: int) -> Piece:
+    """What :func:`rebuild_page_stats` takes from its scratch."""
+    return (num_pages + 1,), torch.int32
+
+
+def _page_fill(
+    page_table: torch.Tensor, seq_lens: torch.Tensor, num_pages: int, page_size: int, scratch: Scratch
+) -> torch.Tensor:
+    """Filled slots of every physical page, the largest that any row sees: int32 [num_pages + 1]; no host sync."""
     cells = torch.arange(page_table.shape[1], device=page_table.device, dtype=torch.int64)
     filled = (seq_lens.to(torch.int64)[:, None] - cells[None, :] * page_size).clamp(0, page_size)
     pages = page_table.to(torch.int64)
     used = (filled > 0) & (pages >= 0) & (pages < num_pages)
     # Unused cells may hold anything: they all go to one spare place past the end.
     target = torch.where(used, pages, num_pages)
-    fill = torch.zeros(num_pages + 1, dtype=torch.int32, device=page_table.device)
+    fill = scratch.take(*page_fill_piece(num_pages)).zero_()
     fill.scatter_reduce_(0, target.reshape(-1), filled.to(torch.int32).reshape(-1), "amax")
     return fill
 
@@ -275,6 +284,7 @@ def rebuild_page_stats(
     *,
     kind: str,
     k_scale: torch.Tensor | None,
+    scratch: Scratch | None = None,
 ) -> None:
     """Recompute the statistics of every page that a row uses, from the cache."""
     num_pages, page_size, num_kv_heads, head_dim = k_cache.shape
@@ -289,7 +299,7 @@ def rebuild_page_stats(
             k_codes,
             page_table,
             seq_lens,
-            _page_fill(page_table, seq_lens, num_pages, page_size),
+            _page_fill(page_table, seq_lens, num_pages, page_size, scratch_or_new(scratch, k_cache)),
             k_scale,
             *page_stats.stride()[:2],
             *k_codes.stride()[:3],

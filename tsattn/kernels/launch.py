@@ -1,11 +1,58 @@
-"""What the launchers share on the host: the mode of this process, the device guard, tensors as kernel arguments."""
+"""What the launchers share on the host: the mode of this process, the device guard, tensors as kernel arguments.
+
+A kernel takes its arguments in three groups, so that several kernels can share their device functions:
+
+    t    a NamedTuple of tensors and of what a model fixes (strides, scales): specialised on by Triton
+    ...  the numbers of :class:`Growing`, one by one, since a member of a tuple is always specialised on
+    c    a NamedTuple of constant expressions, made by :func:`constants`
+"""
 
 import functools
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import triton
+import triton.language as tl
 from triton.runtime.driver import driver
+
+from tsattn.scratch import Scratch
+
+Shape = TypeVar("Shape", bound=tuple[Any, ...])
+#: Shape and dtype of a tensor that a launcher takes from its scratch.
+Piece = tuple[tuple[int, ...], torch.dtype]
+
+
+class Growing(NamedTuple):
+    """What may differ from step to step of a decode, and so must not lead to another compilation."""
+
+    N: Any = 0  # width of the page table
+    K: Any = 0  # width of a list
+    num_pages: Any = 0
+    splits: Any = 1  # that a row may have by the shape of the call
+    stride_sr: Any = 0  # scores
+    stride_sh: Any = 0
+    stride_tr: Any = 0  # page table
+    stride_ir: Any = 0  # lists
+    stride_ih: Any = 0
+    sink_pages: Any = 0
+    recent_pages: Any = 0
+    window: Any = 0
+
+
+#: For ``do_not_specialize``: the names of the arguments that grow.
+GROWING = list(Growing._fields)
+
+
+def constants(shape: Shape) -> Shape:
+    """The same tuple with every member a constant expression."""
+    return type(shape)(*(tl.constexpr(value) for value in shape))
+
+
+def scratch_or_new(scratch: Scratch | None, tensor: torch.Tensor) -> Scratch:
+    """The given scratch, or one that allocates on the tensor's device."""
+    return Scratch(None, tensor.device) if scratch is None else scratch
+
 
 #: True where ``@triton.jit`` made interpreted functions in this process (``TRITON_INTERPRET=1`` at import).
 INTERPRET: bool = bool(triton.knobs.runtime.interpret)
@@ -56,10 +103,10 @@ def head_rows(heads: int) -> int:
     return min(MAX_HEADS, next_pow2(heads))
 
 
-def needs_f32_dot(*tensors: torch.Tensor) -> bool:
-    """Whether matrix products of these operands run in fp32: in the interpreter, for fp32 and for mixed float types.
+def needs_f32_dot(*dtypes: torch.dtype) -> bool:
+    """Whether matrix products of these types run in fp32: in the interpreter, for fp32 and for mixed float types.
 
     8-bit codes don't count: they are exact in both fp16 and bf16.
     """
-    floats = {t.dtype for t in tensors if t.dtype in (torch.float32, torch.float16, torch.bfloat16)}
+    floats = {dtype for dtype in dtypes if dtype in (torch.float32, torch.float16, torch.bfloat16)}
     return INTERPRET or torch.float32 in floats or len(floats) != 1

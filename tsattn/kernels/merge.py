@@ -11,62 +11,69 @@ An empty part has lse_i = -inf and weight 0; all parts empty give (0, -inf).
     _merge_states_kernel    two public states (any float type, natural log), one program per block of (row, head)
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
-from tsattn.kernels.launch import block_dim, next_pow2, on_device_of, stride_or_zero
+from tsattn.kernels.launch import GROWING, Growing, block_dim, constants, on_device_of
 from tsattn.kernels.primitives import LN2, LOG2E, round_to, to_f32
 from tsattn.tuning.space import pick
 
+#: Partials that are loaded before the first of them is added up.
+_BATCH = tl.constexpr(4)
 
-@triton.jit(do_not_specialize=["splits"])
-def _merge_splits_kernel(
-    out,
-    lse,
-    part_out,  # fp32 [R, HQ, splits, D]
-    part_lse,  # fp32 [R, HQ, splits]
-    split_counts,  # int32 [R, HL]
-    sinks,  # [HQ], or None
-    stride_or,
-    stride_oh,
-    stride_lr,
-    stride_lh,
-    stride_sink,
-    splits,
-    HQ: tl.constexpr,
-    HL: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    row_head = tl.program_id(0).to(tl.int64)
-    row = row_head // HQ
-    head = row_head % HQ
-    num_splits = tl.load(split_counts + row * HL + head // (HQ // HL))
-    if num_splits == 1:
-        return  # the split has written the result itself
-    i = tl.arange(0, BLOCK_S)
-    d = tl.arange(0, BLOCK_D)
-    part = row_head * splits + i
-    logs = tl.load(part_lse + part, mask=i < num_splits, other=float("-inf"))  # [BLOCK_S]
-    outs = tl.load(
-        part_out + part[:, None] * D + d[None, :], mask=(i < num_splits)[:, None] & (d < D)[None, :], other=0.0
-    )  # [BLOCK_S, BLOCK_D]
-    top = tl.max(logs, axis=0)
-    if sinks is not None:
-        sink = to_f32(tl.load(sinks + head * stride_sink))
+
+@triton.jit
+def merge_heads(t, c, g, row, head, mask, num_splits, HEADS: tl.constexpr):
+    """Join the splits of query heads `head` [HEADS] of one row, one after the other: no layout can change the order."""
+    i = tl.arange(0, c.BLOCK_S)
+    d = tl.arange(0, c.BLOCK_D)
+    part = (row * (c.HL * c.GL) + head) * g.splits
+    end = tl.where(mask, num_splits, 0)
+    seen = i[None, :] < end[:, None]
+    logs = tl.load(t.part_lse + part[:, None] + i[None, :], mask=seen, other=float("-inf"), cache_modifier=c.CACHE)
+    top = tl.max(logs, axis=1)
+    if t.sinks is not None:
+        sink = to_f32(tl.load(t.sinks + head * t.stride_sink, mask=mask, other=float("-inf")))
         sink = tl.where(top == float("-inf"), float("-inf"), sink)
         top = tl.maximum(top, sink)
     shift = tl.where(top == float("-inf"), 0.0, top)
-    weights = tl.exp2((logs - shift) * LOG2E)
-    total = tl.sum(weights, axis=0)
-    if sinks is not None:
+    total = tl.zeros([HEADS], tl.float32)
+    result = tl.zeros([HEADS, c.BLOCK_D], tl.float32)
+    for first in range(0, num_splits, _BATCH):
+        for j in tl.static_range(_BATCH):
+            here = first + j < end
+            log = tl.load(t.part_lse + part + first + j, mask=here, other=float("-inf"), cache_modifier=c.CACHE)
+            offset = (part + first + j)[:, None] * c.D + d[None, :]
+            outs = tl.load(t.part_out + offset, mask=here[:, None] & (d < c.D)[None, :], other=0.0, cache_modifier=c.CACHE)
+            weight = tl.exp2((log - shift) * LOG2E)
+            total += weight
+            result += weight[:, None] * outs
+    if t.sinks is not None:
         total += tl.exp2((sink - shift) * LOG2E)
-    result = tl.sum(weights[:, None] * outs, axis=0) / tl.where(total == 0.0, 1.0, total)
+    result = result / tl.where(total == 0.0, 1.0, total)[:, None]
     log_sum = tl.where(top == float("inf"), top, top + tl.log2(total) * LN2)
-    tl.store(out + row * stride_or + head * stride_oh + d, round_to(result, out.dtype.element_ty, 0), mask=d < D)
-    tl.store(lse + row * stride_lr + head * stride_lh, log_sum)
+    out_row = t.out + row * t.stride_or + head[:, None] * t.stride_oh + d[None, :]
+    tl.store(out_row, round_to(result, t.out.dtype.element_ty, 0), mask=mask[:, None] & (d < c.D)[None, :])
+    tl.store(t.lse + row * t.stride_lr + head * t.stride_lh, log_sum, mask=mask)
+
+
+@triton.jit(do_not_specialize=GROWING)
+def _merge_splits_kernel(
+    t, N, K, num_pages, splits, stride_sr, stride_sh, stride_tr, stride_ir, stride_ih, sink_pages, recent_pages, window, c
+):
+    g = Growing(
+        N, K, num_pages, splits, stride_sr, stride_sh, stride_tr, stride_ir, stride_ih, sink_pages, recent_pages, window
+    )
+    HQ: tl.constexpr = c.HL * c.GL
+    row = (tl.program_id(0) // HQ).to(tl.int64)
+    head = (tl.program_id(0) % HQ).to(tl.int64)
+    num_splits = tl.load(t.split_counts + row * c.HL + head // c.GL)
+    if num_splits > 1:  # otherwise the split has written the result itself
+        heads = head + tl.arange(0, 1)
+        merge_heads(t, c, g, row, heads, heads < HQ, num_splits, 1)
 
 
 @triton.jit
@@ -132,40 +139,9 @@ def _merge_states_kernel(
     tl.store(lse + row * stride_lr + head * stride_lh, log_total, mask=mask)
 
 
-def merge_splits(
-    part_out: torch.Tensor,
-    part_lse: torch.Tensor,
-    split_counts: torch.Tensor,
-    sinks: torch.Tensor | None,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    *,
-    max_splits: int,
-) -> None:
-    """Join the partials of attend.py; rows with one split are left as they are.
-
-    The tile holds `max_splits` whatever the call's shape needs: a sum over a narrower tile may add in another order.
-    """
-    num_rows, num_heads, splits, head_dim = part_out.shape
-    block_s, block_d = next_pow2(max_splits), block_dim(head_dim)
-    _merge_splits_kernel[(num_rows * num_heads,)](
-        out,
-        lse,
-        part_out,
-        part_lse,
-        split_counts,
-        sinks,
-        *out.stride()[:2],
-        *lse.stride(),
-        stride_or_zero(sinks),
-        splits,
-        HQ=num_heads,
-        HL=split_counts.shape[1],
-        D=head_dim,
-        BLOCK_S=block_s,
-        BLOCK_D=block_d,
-        num_warps=8 if block_s * block_d > 4096 else 4,
-    )
+def merge_splits(tensors: Any, growing: Growing, shape: Any, num_rows: int) -> None:
+    """Join the partials that an attention launch with these arguments has left; lists with one split stay as they are."""
+    _merge_splits_kernel[(num_rows * shape.HL * shape.GL,)](tensors, *growing, constants(shape), num_warps=4)
 
 
 def merge_states(

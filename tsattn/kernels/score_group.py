@@ -17,8 +17,9 @@ import torch
 import triton
 import triton.language as tl
 
-from tsattn.kernels.launch import next_pow2
+from tsattn.kernels.launch import Piece
 from tsattn.kernels.primitives import cdiv, order_key, pages_of
+from tsattn.scratch import Scratch
 from tsattn.tuning.space import pick
 
 
@@ -124,16 +125,21 @@ def _mix_kernel(
     tl.store(scores + row * stride_or + head * stride_oh + n.to(tl.int64) * stride_on, turn, mask=n < N)
 
 
+def scratch_pieces(num_rows: int, num_heads: int, num_kv_heads: int, num_cells: int, mix: bool) -> list[Piece]:
+    """What :func:`reduce_over_group` takes from its scratch."""
+    pieces: list[Piece] = [((num_rows, num_heads), torch.float32)]
+    return pieces + 2 * mix * [((num_rows, num_kv_heads, num_cells), torch.float32)]
+
+
 def reduce_over_group(
-    per_head: torch.Tensor, seq_lens: torch.Tensor, scores: torch.Tensor, *, page_size: int, mix: bool
+    per_head: torch.Tensor, seq_lens: torch.Tensor, scores: torch.Tensor, *, page_size: int, mix: bool, scratch: Scratch
 ) -> None:
     """Join contiguous head scores [R, HQ, N] into `scores` [R, HKV, N]: "softmax", or "mix"."""
     num_rows, num_heads, num_cells = per_head.shape
     num_kv_heads = scores.shape[1]
     config = pick("reduce")
-    block_n = min(config["BLOCK_N"], max(16, next_pow2(num_cells)))
-    block_r = min(config["BLOCK_RANK"], max(16, next_pow2(num_cells)))
-    lse = per_head.new_empty((num_rows, num_heads))
+    pieces = scratch_pieces(num_rows, num_heads, num_kv_heads, num_cells, mix)
+    lse, shares, best = ([scratch.take(*piece) for piece in pieces] + [scores, None])[:3]
     _page_lse_kernel[(num_rows * num_heads,)](
         lse,
         per_head,
@@ -142,12 +148,10 @@ def reduce_over_group(
         num_cells,
         HQ=num_heads,
         S=page_size,
-        BLOCK_N=block_n,
+        BLOCK_N=config["BLOCK_N"],
         num_warps=config.num_warps,
     )
-    shares = torch.empty(scores.shape, dtype=torch.float32, device=scores.device) if mix else scores
-    best = torch.empty_like(shares) if mix else None
-    _group_softmax_kernel[(num_rows * num_kv_heads * triton.cdiv(num_cells, block_n),)](
+    _group_softmax_kernel[(num_rows * num_kv_heads * triton.cdiv(num_cells, config["BLOCK_N"]),)](
         shares,
         best,
         per_head,
@@ -159,11 +163,11 @@ def reduce_over_group(
         HKV=num_kv_heads,
         G=num_heads // num_kv_heads,
         S=page_size,
-        BLOCK_N=block_n,
+        BLOCK_N=config["BLOCK_N"],
         num_warps=config.num_warps,
     )
     if mix:
-        _mix_kernel[(num_rows * num_kv_heads * triton.cdiv(num_cells, block_r),)](
+        _mix_kernel[(num_rows * num_kv_heads * triton.cdiv(num_cells, config["BLOCK_RANK"]),)](
             scores,
             best,
             shares,
@@ -173,7 +177,7 @@ def reduce_over_group(
             num_cells,
             HKV=num_kv_heads,
             S=page_size,
-            BLOCK_R=block_r,
-            BLOCK_N=min(config["BLOCK_OTHER"], block_n),
+            BLOCK_R=config["BLOCK_RANK"],
+            BLOCK_N=config["BLOCK_OTHER"],
             num_warps=config.num_warps,
         )

@@ -16,13 +16,21 @@ from dataclasses import replace
 
 import torch
 
-from tsattn.kernels.launch import on_device_of
+from tsattn.kernels.launch import Piece, on_device_of, scratch_or_new
 from tsattn.kernels.select_heap import max_heap, select_heap
-from tsattn.kernels.select_radix import fits_two_levels, max_block, select_stream, select_tile, select_two_level
+from tsattn.kernels.select_radix import (
+    candidates_piece,
+    fits_two_levels,
+    max_block,
+    select_stream,
+    select_tile,
+    select_two_level,
+)
 from tsattn.kernels.select_row import SelectArgs
-from tsattn.kernels.select_top_p import pages_for_mass
+from tsattn.kernels.select_top_p import keep_piece, pages_for_mass
+from tsattn.scratch import Scratch
 
-ALGORITHMS: dict[str, Callable[[SelectArgs], None]] = {
+ALGORITHMS: dict[str, Callable[[SelectArgs, Scratch], None]] = {
     "heap": select_heap,
     "tile": select_tile,
     "two_level": select_two_level,
@@ -53,6 +61,19 @@ def choose(num_cells: int, width: int) -> str:
     return "two_level" if fits_two_levels(num_cells, width) else "stream"
 
 
+def select_lists(args: SelectArgs, scratch: Scratch) -> None:
+    """Run the algorithm for these shapes."""
+    ALGORITHMS[choose(args.num_cells, args.width)](args, scratch)
+
+
+def scratch_pieces(num_lists: int, num_cells: int, width: int, top_p: bool) -> list[Piece]:
+    """What :func:`select_pages` takes from its scratch."""
+    pieces = [keep_piece(num_lists)] if top_p else []
+    if choose(num_cells, width) == "two_level":
+        pieces.append(candidates_piece(num_lists, num_cells, width))
+    return pieces
+
+
 def select_pages(
     scores: torch.Tensor,
     seq_lens: torch.Tensor,
@@ -64,12 +85,14 @@ def select_pages(
     top_p: float | None,
     sink_pages: int,
     recent_pages: int,
+    scratch: Scratch | None = None,
 ) -> None:
     """Write the chosen pages of every row and list head, and how many they are."""
     args = SelectArgs(scores, seq_lens, page_ids, page_counts, budget, None, page_size, sink_pages, recent_pages)
     if args.num_lists == 0:
         return
+    scratch = scratch_or_new(scratch, scores)
     with on_device_of(scores):
         if top_p is not None:
-            args = replace(args, keep=pages_for_mass(args, top_p))
-        ALGORITHMS[choose(args.num_cells, args.width)](args)
+            args = replace(args, keep=pages_for_mass(args, top_p, scratch))
+        select_lists(args, scratch)

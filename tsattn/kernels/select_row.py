@@ -1,51 +1,86 @@
-"""What the selection algorithms share: the plan of a row, the forced pages, and the host-side bundle of arguments.
+"""What the selection algorithms share: the plan of a row, the forced pages, the list's physical pages, the arguments.
 
 A row with P pages keeps `kept` of them. The newest `recent` pages and, of the first `sink_pages`, the newest `sinks` that
 fit are forced; `need` = kept - sinks - recent are chosen by score among the pages in between. So the list of a row is
 
     [ sinks | chosen, ascending | recent | -1 ... ]
 
-and an algorithm only has to write the middle part: pages of [sink_end, P - recent).
+and an algorithm only has to write the middle part: pages of [low, high) = [sink_end, P - recent). Where attention is to
+follow in the library's own hands, the list is also written as physical pages, with the number of tokens in it: that saves
+attention a look-up per page and, since only a row's last page can be partial and it comes last, all masks but one.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from tsattn.kernels.launch import next_pow2, stride_or_zero
+from tsattn.kernels.launch import Growing, constants, stride_or_zero
 from tsattn.kernels.primitives import order_key, pages_of
+
+#: List entries that are written, or translated, at a time.
+BLOCK_K = 256
+
+
+class SelectTensors(NamedTuple):
+    """Tensors of the select stage, and what a caller's layout fixes of it."""
+
+    scores: Any  # fp32 [R, H, N]
+    seq_lens: Any  # [R]
+    budget: Any  # tokens [R], or None
+    keep: Any  # int32 [R * H]: pages at most, or None
+    page_ids: Any  # int32 [R, H, K]
+    page_counts: Any  # int32 [R, H]
+    page_table: Any  # [R, N], or None: no physical lists
+    physical: Any  # int32 [R, H, K]
+    tokens: Any  # int32 [R, H]: tokens in the list
+    stride_sn: Any
+    stride_len: Any
+    stride_budget: Any
+    stride_ik: Any
+    stride_cr: Any
+    stride_ch: Any
+    stride_tn: Any
+
+
+class SelectShape(NamedTuple):
+    """Constant expressions of the select stage."""
+
+    H: Any
+    S: Any
+    BLOCK_N: Any  # scores per tile
+    BLOCK_K: Any  # list entries per tile
+    CACHE: Any  # cache modifier of loads of what another program of the same launch may have written
+
+
+class RowPlan(NamedTuple):
+    """How many pages a row has and keeps, and which are forced."""
+
+    length: Any
+    num_used: Any
+    kept: Any
+    sink_end: Any
+    sinks: Any
+    recent: Any
 
 
 @triton.jit
-def row_plan(
-    seq_lens,
-    stride_len,
-    budget,  # tokens [R], or None
-    stride_budget,
-    keep,  # pages [R * H] at most, or None
-    row,
-    row_head,
-    N,
-    K,
-    sink_pages,
-    recent_pages,
-    S: tl.constexpr,
-):
-    """(pages of the row, pages kept, end of the sink pages, sinks kept, recent pages kept)."""
-    num_used = pages_of(tl.load(seq_lens + row * stride_len), N, S).to(tl.int32)
-    kept = tl.minimum(K, num_used)
-    if budget is not None:
-        tokens = tl.maximum(tl.load(budget + row * stride_budget).to(tl.int64), 0)
-        kept = tl.minimum(kept.to(tl.int64), tokens // S + (tokens % S > 0).to(tl.int64)).to(tl.int32)
-    if keep is not None:
-        kept = tl.minimum(kept, tl.load(keep + row_head))
-    recent = tl.minimum(recent_pages, kept)
-    sink_end = tl.minimum(sink_pages, num_used - recent)
+def row_plan(t, c, g, row, row_head):
+    """The :class:`RowPlan` of one row and list head."""
+    length = tl.load(t.seq_lens + row * t.stride_len)
+    num_used = pages_of(length, g.N, c.S).to(tl.int32)
+    kept = tl.minimum(g.K, num_used)
+    if t.budget is not None:
+        tokens = tl.maximum(tl.load(t.budget + row * t.stride_budget).to(tl.int64), 0)
+        kept = tl.minimum(kept.to(tl.int64), tokens // c.S + (tokens % c.S > 0).to(tl.int64)).to(tl.int32)
+    if t.keep is not None:
+        kept = tl.minimum(kept, tl.load(t.keep + row_head))
+    recent = tl.minimum(g.recent_pages, kept)
+    sink_end = tl.minimum(g.sink_pages, num_used - recent)
     sinks = tl.minimum(sink_end, kept - recent)
-    return num_used, kept, sink_end, sinks, recent
+    return RowPlan(length, num_used, kept, sink_end, sinks, recent)
 
 
 @triton.jit
@@ -60,10 +95,39 @@ def write_forced(ids_row, stride_k, num_used, kept, sink_end, sinks, recent, K, 
 
 
 @triton.jit
-def load_keys(scores_row, stride_n, n, low, high):
+def open_list(t, c, g, plan, row, head):
+    """Write a list's count and forced pages; returns where its chosen pages go and where its scores start."""
+    ids_row = t.page_ids + row * g.stride_ir + head * g.stride_ih
+    tl.store(t.page_counts + row * t.stride_cr + head * t.stride_ch, plan.kept)
+    write_forced(ids_row, t.stride_ik, plan.num_used, plan.kept, plan.sink_end, plan.sinks, plan.recent, g.K, c.BLOCK_K)
+    return ids_row + plan.sinks.to(tl.int64) * t.stride_ik, t.scores + row * g.stride_sr + head * g.stride_sh
+
+
+@triton.jit
+def close_list(t, c, g, plan, row, head):
+    """Translate a finished list to physical pages (-1 for an impossible one), if that is asked for."""
+    if t.page_table is not None:
+        tl.debug_barrier()  # other threads have written the entries that are read here
+        ids_row = t.page_ids + row * g.stride_ir + head * g.stride_ih
+        table_row = t.page_table + row * g.stride_tr
+        row_head = row * c.H + head
+        for first in range(0, plan.kept, c.BLOCK_K):
+            i = first + tl.arange(0, c.BLOCK_K)
+            logical = tl.load(ids_row + i.to(tl.int64) * t.stride_ik, mask=i < plan.kept, other=0)
+            page = tl.load(table_row + logical.to(tl.int64) * t.stride_tn, mask=i < plan.kept, other=-1)
+            page = tl.where((page >= 0) & (page < g.num_pages), page, -1).to(tl.int32)
+            tl.store(t.physical + row_head * g.K + i, page, mask=i < plan.kept)
+        last = tl.load(ids_row + (plan.kept - 1).to(tl.int64) * t.stride_ik, mask=plan.kept > 0, other=-1)
+        unfilled = tl.maximum(plan.num_used * c.S - plan.length, 0)
+        unfilled = tl.where((last == plan.num_used - 1) & (plan.kept > 0), unfilled, 0)
+        tl.store(t.tokens + row_head, (plan.kept * c.S - unfilled).to(tl.int32))
+
+
+@triton.jit
+def load_keys(scores_row, stride_n, n, low, high, CACHE: tl.constexpr):
     """Order keys of pages n within [low, high); 0, which no score has, elsewhere."""
     inside = (n >= low) & (n < high)
-    score = tl.load(scores_row + n.to(tl.int64) * stride_n, mask=inside, other=0.0)
+    score = tl.load(scores_row + n.to(tl.int64) * stride_n, mask=inside, other=0.0, cache_modifier=CACHE)
     return tl.where(inside, order_key(score), 0).to(tl.uint32)
 
 
@@ -80,6 +144,10 @@ class SelectArgs:
     page_size: int
     sink_pages: int
     recent_pages: int
+    page_table: torch.Tensor | None = None  # [R, N]; with it physical lists are written, too
+    physical: torch.Tensor | None = None  # int32 [R, H, K], contiguous
+    tokens: torch.Tensor | None = None  # int32 [R, H], contiguous
+    num_pages: int = 0
 
     @property
     def num_lists(self) -> int:
@@ -93,30 +161,41 @@ class SelectArgs:
     def width(self) -> int:
         return self.page_ids.shape[2]
 
-    def inputs(self) -> tuple[Any, ...]:
-        """Kernel arguments `scores ... recent_pages` in the order in which all selection kernels take them."""
-        return (
+    def tensors(self) -> SelectTensors:
+        """The kernels' argument `t`."""
+        return SelectTensors(
             self.scores,
             self.seq_lens,
             self.budget,
             self.keep,
-            *self.scores.stride(),
+            self.page_ids,
+            self.page_counts,
+            self.page_table,
+            self.physical,
+            self.tokens,
+            self.scores.stride(2),
             self.seq_lens.stride(0),
             stride_or_zero(self.budget),
-            self.num_cells,
-            self.width,
-            self.sink_pages,
-            self.recent_pages,
+            self.page_ids.stride(2),
+            *self.page_counts.stride(),
+            self.page_table.stride(1) if self.page_table is not None else 0,
         )
 
-    def outputs(self) -> tuple[Any, ...]:
-        """Kernel arguments `page_ids ... stride_ch`."""
-        return (self.page_ids, self.page_counts, *self.page_ids.stride(), *self.page_counts.stride())
+    def growing(self) -> Growing:
+        """The kernels' arguments that must not be specialised on."""
+        return Growing(
+            N=self.num_cells,
+            K=self.width,
+            num_pages=self.num_pages,
+            stride_sr=self.scores.stride(0),
+            stride_sh=self.scores.stride(1),
+            stride_tr=self.page_table.stride(0) if self.page_table is not None else 0,
+            stride_ir=self.page_ids.stride(0),
+            stride_ih=self.page_ids.stride(1),
+            sink_pages=self.sink_pages,
+            recent_pages=self.recent_pages,
+        )
 
-    def constants(self) -> dict[str, int]:
-        """Constant expressions that all selection kernels share."""
-        return {
-            "H": self.scores.shape[1],
-            "S": self.page_size,
-            "BLOCK_K": min(1024, max(16, next_pow2(self.width))),
-        }
+    def shape(self, block: int, cache: str = "") -> SelectShape:
+        """The kernels' argument `c`, for tiles of `block` scores."""
+        return constants(SelectShape(self.scores.shape[1], self.page_size, block, BLOCK_K, cache))

@@ -14,9 +14,10 @@ import torch
 import triton
 import triton.language as tl
 
-from tsattn.kernels.launch import next_pow2
+from tsattn.kernels.launch import GROWING, Growing, Piece
 from tsattn.kernels.primitives import order_key
 from tsattn.kernels.select_row import SelectArgs, row_plan
+from tsattn.scratch import Scratch
 from tsattn.tuning.space import pick
 
 _INF_KEY = tl.constexpr(0xFF800000)
@@ -38,22 +39,22 @@ def _weights(score, top):
 
 
 @triton.jit
-def _forced(n, num_used, sink_end, sinks, recent):
-    return ((n >= sink_end - sinks) & (n < sink_end)) | (n >= num_used - recent)
+def _forced(n, plan):
+    return ((n >= plan.sink_end - plan.sinks) & (n < plan.sink_end)) | (n >= plan.num_used - plan.recent)
 
 
 @triton.jit
-def _mass_reached(scores_row, stride_n, num_used, sink_end, sinks, recent, top, threshold, BLOCK_N: tl.constexpr):
+def _mass_reached(scores_row, stride_n, plan, top, threshold, BLOCK_N: tl.constexpr):
     """(weight of the forced pages and of those whose key is at least `threshold`, number of the latter)."""
     mass = tl.full([], 0.0, tl.float64)
     count = 0
-    for first in range(0, num_used, BLOCK_N):
+    for first in range(0, plan.num_used, BLOCK_N):
         n = first + tl.arange(0, BLOCK_N)
-        score = _load_scores(scores_row, stride_n, n, num_used)
-        forced = _forced(n, num_used, sink_end, sinks, recent)
-        reached = (order_key(score) >= threshold) & (n < num_used)
+        score = _load_scores(scores_row, stride_n, n, plan.num_used)
+        forced = _forced(n, plan)
+        reached = (order_key(score) >= threshold) & (n < plan.num_used)
         count += tl.sum((reached & (forced == 0)).to(tl.int32), axis=0)
-        mass += tl.sum(tl.where((reached | forced) & (n < num_used), _weights(score, top), 0.0), axis=0)
+        mass += tl.sum(tl.where((reached | forced) & (n < plan.num_used), _weights(score, top), 0.0), axis=0)
     return mass, count
 
 
@@ -74,66 +75,67 @@ def _score_of_key(key):
     return bits.to(tl.float32, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["stride_sr", "stride_sh", "N", "K", "sink_pages", "recent_pages", "top_p_bits"])
+@triton.jit(do_not_specialize=[*GROWING, "top_p_bits"])
 def _top_p_kernel(
-    scores,
-    seq_lens,
-    budget,
-    _keep,
-    stride_sr,
-    stride_sh,
-    stride_sn,
-    stride_len,
-    stride_budget,
-    N,
-    K,
-    sink_pages,
-    recent_pages,
     keep,
     top_p_bits,  # the fp64 bits of top_p: a float argument would be rounded to fp32
-    H: tl.constexpr,
-    S: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    t,
+    N,
+    K,
+    num_pages,
+    splits,
+    stride_sr,
+    stride_sh,
+    stride_tr,
+    stride_ir,
+    stride_ih,
+    sink_pages,
+    recent_pages,
+    window,
+    c,
 ):
-    row_head = tl.program_id(0)
-    row = (row_head // H).to(tl.int64)
-    head = (row_head % H).to(tl.int64)
-    num_used, kept, sink_end, sinks, recent = row_plan(
-        seq_lens, stride_len, budget, stride_budget, None, row, row_head, N, K, sink_pages, recent_pages, S
+    g = Growing(
+        N, K, num_pages, splits, stride_sr, stride_sh, stride_tr, stride_ir, stride_ih, sink_pages, recent_pages, window
     )
-    row_scores = scores + row * stride_sr + head * stride_sh
-    top = _top_finite(row_scores, stride_sn, num_used, BLOCK_N)
+    row = (tl.program_id(0) // c.H).to(tl.int64)
+    head = (tl.program_id(0) % c.H).to(tl.int64)
+    plan = row_plan(t, c, g, row, tl.program_id(0))
+    row_scores = t.scores + row * stride_sr + head * stride_sh
+    top = _top_finite(row_scores, t.stride_sn, plan.num_used, c.BLOCK_N)
     inf_key = tl.full([], _INF_KEY, tl.uint32)
-    _mass, num_unbounded = _mass_reached(row_scores, stride_sn, num_used, sink_end, sinks, recent, top, inf_key, BLOCK_N)
+    _mass, num_unbounded = _mass_reached(row_scores, t.stride_sn, plan, top, inf_key, c.BLOCK_N)
     wanted = num_unbounded
     if top > float("-inf"):
         everything = tl.full([], 0, tl.uint32)
-        total, _count = _mass_reached(row_scores, stride_sn, num_used, sink_end, sinks, recent, top, everything, BLOCK_N)
+        total, _count = _mass_reached(row_scores, t.stride_sn, plan, top, everything, c.BLOCK_N)
         goal = top_p_bits.to(tl.int64).to(tl.float64, bitcast=True) * total
         # The largest key whose pages, with the forced ones, still reach the goal.
         threshold = everything
         for i in range(32):
             trial = threshold | (tl.full([], 1, tl.uint32) << (31 - i))
-            mass, _count = _mass_reached(row_scores, stride_sn, num_used, sink_end, sinks, recent, top, trial, BLOCK_N)
+            mass, _count = _mass_reached(row_scores, t.stride_sn, plan, top, trial, c.BLOCK_N)
             threshold = tl.where(mass >= goal, trial, threshold)
         # At 0xFFFFFFFF, where the forced pages alone suffice, nothing lies above, and + 1 must not wrap.
         beyond = tl.where(threshold == 0xFFFFFFFF, threshold, threshold + 1).to(tl.uint32)
-        mass_above, num_above = _mass_reached(row_scores, stride_sn, num_used, sink_end, sinks, recent, top, beyond, BLOCK_N)
+        mass_above, num_above = _mass_reached(row_scores, t.stride_sn, plan, top, beyond, c.BLOCK_N)
         each = _weights(_score_of_key(threshold), top)
         missing = tl.maximum(goal - mass_above, 0.0)
         ties = tl.ceil(tl.where(each > 0.0, missing / each, 0.0)).to(tl.int32)
         wanted = tl.maximum(wanted, num_above + ties)
-    tl.store(keep + row_head, tl.minimum(kept, sinks + recent + wanted))
+    tl.store(keep + tl.program_id(0), tl.minimum(plan.kept, plan.sinks + plan.recent + wanted))
 
 
-def pages_for_mass(args: SelectArgs, top_p: float) -> torch.Tensor:
+def keep_piece(num_lists: int) -> Piece:
+    """What :func:`pages_for_mass` takes from its scratch."""
+    return (num_lists,), torch.int32
+
+
+def pages_for_mass(args: SelectArgs, top_p: float, scratch: Scratch) -> torch.Tensor:
     """Pages to keep per (row, list head): int32 [R * H]."""
-    keep = torch.empty(args.num_lists, dtype=torch.int32, device=args.scores.device)
+    keep = scratch.take(*keep_piece(args.num_lists))
     config = pick("select")
-    block = min(config["BLOCK_TOP_P"], max(16, next_pow2(args.num_cells)))
     (top_p_bits,) = struct.unpack("<q", struct.pack("<d", top_p))
     _top_p_kernel[(args.num_lists,)](
-        *args.inputs(), keep, top_p_bits, **args.constants(), BLOCK_N=block, num_warps=config.num_warps
+        keep, top_p_bits, args.tensors(), *args.growing(), args.shape(config["BLOCK_TOP_P"]), num_warps=config.num_warps
     )
     return keep

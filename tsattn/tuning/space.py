@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import triton
 
-STAGES = ("append", "score", "reduce", "select", "attend", "merge")
+STAGES = ("append", "score", "reduce", "select", "attend", "merge", "fused")
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,10 @@ _INTERPRETER: Mapping[str, Config] = {
     "append": Config({"BLOCK_T": 256, "BLOCK_S": 128}),
     "score": Config({"BLOCK_P": 256}),
     "reduce": Config({"BLOCK_N": 1024, "BLOCK_RANK": 256, "BLOCK_OTHER": 1024}),
-    "select": Config({"MAX_BLOCK": 8192, "BLOCK_TOP_P": 8192, "BLOCK_HEAP": 8192, "MAX_HEAP": 16}),
+    "select": Config({"MAX_BLOCK": 2048, "BLOCK_TOP_P": 2048, "BLOCK_HEAP": 2048, "MAX_HEAP": 16}),
     "attend": Config({"BLOCK_T": 128, "MIN_TILES": 2, "MAX_SPLITS": 64}),
     "merge": Config({"BLOCK_R": 64}),
+    "fused": Config({"BLOCK_N": 2048}),
 }
 
 
@@ -92,11 +93,13 @@ def candidates(stage: str, *, element_size: int = 2, head_dim: int = 128, page_s
     if stage == "reduce":
         return [Config({"BLOCK_N": 1024, "BLOCK_RANK": 64, "BLOCK_OTHER": 128}, num_warps=4)]
     if stage == "select":
-        return [Config({"MAX_BLOCK": 8192, "BLOCK_TOP_P": 2048, "BLOCK_HEAP": 2048, "MAX_HEAP": 16}, num_warps=8)]
+        return [Config({"MAX_BLOCK": 2048, "BLOCK_TOP_P": 2048, "BLOCK_HEAP": 2048, "MAX_HEAP": 16}, num_warps=8)]
     if stage == "attend":
         return _attend_candidates(element_size, head_dim)
     if stage == "merge":
         return [Config({"BLOCK_R": 1}, num_warps=4)]
+    if stage == "fused":
+        return [Config({"BLOCK_N": 4096})]
     raise ValueError(f"stage must be one of {STAGES}, got {stage!r}")
 
 

@@ -1,0 +1,64 @@
+"""Score the pages of every row, and select: the first launch of the plan "two".
+
+One program per (row, KV head, tile of pages) on grid axis x. The last of a (row, KV head) to finish selects the row's pages
+for the lists of that KV head. Scores past a row's last page are left alone: nothing reads them.
+"""
+
+import triton
+import triton.language as tl
+
+from tsattn.kernels.handoff import arrivals_of_row, is_last
+from tsattn.kernels.launch import GROWING, Growing
+from tsattn.kernels.primitives import cdiv, pages_of
+from tsattn.kernels.score import score_program, score_tile
+from tsattn.kernels.select_radix import select_list
+
+
+@triton.jit
+def select_lists_of_head(t, c, g, row, head, HKV: tl.constexpr):
+    """Select for every list of one KV head."""
+    LISTS: tl.constexpr = c.H // HKV
+    for i in range(LISTS):
+        select_list(t, c, g, row, head * LISTS + i)
+
+
+@triton.jit
+def score_and_select(score_t, score_c, select_t, select_c, g, counters, row, head, first):
+    """Score one tile; the last one of a row and KV head selects. Returns whether this was it."""
+    length = tl.load(score_t.seq_lens + row * score_t.stride_len)
+    num_used = pages_of(length, g.N, score_c.S)
+    last = first < 0
+    if (first < num_used) | (first == 0):  # an empty row has one tile, too: somebody must write its empty lists
+        score_tile(score_t, score_c, g, row, head, first, num_used, length)
+        others = tl.maximum(cdiv(num_used, score_c.BLOCK_P), 1) - 1
+        last = is_last(arrivals_of_row(counters, score_c, row, head), others)
+        if last:
+            select_lists_of_head(select_t, select_c, g, row, head, score_c.HKV)
+    return last
+
+
+@triton.jit(do_not_specialize=GROWING)
+def _score_select_kernel(
+    score_t,
+    select_t,
+    counters,
+    N,
+    K,
+    num_pages,
+    splits,
+    stride_sr,
+    stride_sh,
+    stride_tr,
+    stride_ir,
+    stride_ih,
+    sink_pages,
+    recent_pages,
+    window,
+    score_c,
+    select_c,
+):
+    g = Growing(
+        N, K, num_pages, splits, stride_sr, stride_sh, stride_tr, stride_ir, stride_ih, sink_pages, recent_pages, window
+    )
+    row, head, first = score_program(tl.program_id(0), score_c, g)
+    score_and_select(score_t, score_c, select_t, select_c, g, counters, row, head, first)
