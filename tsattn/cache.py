@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from tsattn import checks, library
+from tsattn import checks
+from tsattn.dispatch import choose_impl
 from tsattn.ops import append_kv, rebuild_page_stats
 from tsattn.quantisation import QUANTISED_DTYPES, dequantise
 from tsattn.selection import NO_PAGE
@@ -87,7 +88,7 @@ class PagedKVCache:
                 raise ValueError(f"{name} must be positive, got {value}")
         if head_dim > checks.MAX_HEAD_DIM:
             raise ValueError(f"head_dim must be at most {checks.MAX_HEAD_DIM}, got {head_dim}")
-        library.choose_impl(impl, torch.device(device))
+        choose_impl(impl, torch.device(device))
         storage = dtype if kv_dtype is None else kv_dtype
         stats_dtype = dtype if stats_dtype is None else stats_dtype
         if dtype not in checks.FLOAT_DTYPES:

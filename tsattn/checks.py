@@ -383,16 +383,16 @@ def decode(k_cache: Tensor, page_stats: Tensor, page_size: int, kind: str, vecto
         raise ValueError(f"config stores {vectors} vectors per page, but page_stats has M = {page_stats.shape[2]}")
 
 
-def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
+def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, out: Tensor | None, lse: Tensor | None) -> None:
     """Shapes, dtypes and devices of :func:`tsattn.merge_states`."""
     _tensor("out_a", out_a, 3, FLOAT_DTYPES, "[R, HQ, D]")
-    _tensor("out_b", out_b, 3, (out_a.dtype,), "[R, HQ, D]")
-    _shape("out_b", out_b, out_a.shape, "[R, HQ, D]")
-    for name, value in (("lse_a", lse_a), ("lse_b", lse_b)):
-        _tensor(name, value, 2, (torch.float32,), "[R, HQ]")
-        _shape(name, value, out_a.shape[:2], "[R, HQ]")
-    _channels_contiguous("out_a", out_a)
-    _channels_contiguous("out_b", out_b)
-    tensors = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
-    _same_device(tensors)
-    _no_gradient(tensors)
+    outs = {"out_a": out_a, "out_b": out_b} | ({} if out is None else {"out": out})
+    lses = {"lse_a": lse_a, "lse_b": lse_b} | ({} if lse is None else {"lse": lse})
+    for name, value in outs.items():
+        _shape(name, _tensor(name, value, 3, (out_a.dtype,), "[R, HQ, D]"), out_a.shape, "[R, HQ, D]")
+        _channels_contiguous(name, value)
+    for name, value in lses.items():
+        _shape(name, _tensor(name, value, 2, (torch.float32,), "[R, HQ]"), out_a.shape[:2], "[R, HQ]")
+    _same_device(outs | lses)
+    _no_gradient(outs | lses)
+    writable({"out": out, "lse": lse})

@@ -9,7 +9,7 @@ import torch
 
 from tsattn.summaries import GROUP_REDUCTIONS, KINDS, num_vectors
 
-PLANS = ("auto", "separate")
+PLANS = ("auto", "separate", "two", "ticket", "row")
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,9 @@ class SparseConfig:
         Rows shorter than this keep all their pages.
     dense_layers : tuple of int
         Layers (by index) that a model integration leaves dense.
-    plan : {"auto", "separate"}
-        Which launches a decode step is made of.
+    plan : {"auto", "separate", "two", "ticket", "row"}
+        Which Triton launches a decode step is made of (``docs/stages/fused.md``); "auto" goes by shape. Other implementations
+        take "auto" and "separate" only.
 
     Notes
     -----

@@ -12,7 +12,9 @@ from torch import Tensor
 from tsattn import checks, library
 from tsattn.certificate import unread_mass_bound
 from tsattn.config import SparseConfig
+from tsattn.dispatch import choose_impl
 from tsattn.selection import PageSelection
+from tsattn.workspace import DecodeWorkspace, list_width
 
 _RESULT_FIELDS = ("out", "lse", "selection", "bound")
 _RESULTS = {
@@ -21,14 +23,21 @@ _RESULTS = {
 }
 
 
-def _budget(config: SparseConfig, seq_lens: Tensor, width: int) -> tuple[int, Tensor | None]:
-    """List width K and, where short rows keep everything, a budget per row."""
-    kept = config.pages_kept
+def _budgets(config: SparseConfig, seq_lens: Tensor, all_tokens: int, workspace: DecodeWorkspace | None) -> Tensor | None:
+    """Tokens per row where short rows keep everything; None where one budget holds for all."""
     if config.min_seq_len <= config.token_budget:
-        return min(kept, width), None
-    all_tokens = width * config.page_size
-    budgets = torch.where(seq_lens < config.min_seq_len, all_tokens, config.token_budget).to(torch.int32)
-    return min(max(kept, -(-(config.min_seq_len - 1) // config.page_size)), width), budgets
+        return None
+    if workspace is None:
+        return torch.where(seq_lens < config.min_seq_len, all_tokens, config.token_budget).to(torch.int32)
+    rows = seq_lens.shape[0]
+    is_short = torch.lt(seq_lens, config.min_seq_len, out=workspace.is_short[:rows])
+    return workspace.budgets[:rows].fill_(config.token_budget).masked_fill_(is_short, all_tokens)
+
+
+def _plan(config: SparseConfig, impl: str) -> str:
+    if impl != "triton" and config.plan not in ("auto", "separate"):
+        raise ValueError(f"config.plan {config.plan!r} fuses Triton's launches: impl={impl!r} has only 'auto' and 'separate'")
+    return config.plan
 
 
 def sparse_decode(
@@ -49,6 +58,7 @@ def sparse_decode(
     return_selection: bool = False,
     return_bound: bool = False,
     out: Tensor | None = None,
+    workspace: DecodeWorkspace | None = None,
     impl: str = "auto",
 ) -> Any:
     """One decode step: score the pages, select the best, attend to them.
@@ -64,6 +74,8 @@ def sparse_decode(
     return_lse, return_selection, return_bound : bool
         Also return the LSE [R, HQ]; the :class:`PageSelection`; and, with min/max statistics, an upper bound [R, HQ] on the
         attention mass of dense attention that lies on pages that were not read.
+    workspace : DecodeWorkspace, optional
+        Buffers for all but ``out``: nothing is allocated then, unless the bound is asked for. LSE and selection are views.
 
     Returns
     -------
@@ -84,18 +96,21 @@ def sparse_decode(
     checks.attend(q, k_cache, v_cache, page_table, seq_lens, None, out, softcap=softcap, sinks=sinks, window=None)
     scales = checks.scale_of("k_scale", k_scale, k_cache), checks.scale_of("v_scale", v_scale, v_cache)
     scale = checks.softmax_scale_of(softmax_scale, q.shape[2])
-    impl = library.choose_impl(impl, q.device)
+    impl = choose_impl(impl, q.device)
+    plan = _plan(config, impl)
     rows, heads_q, _ = q.shape
-    width = page_table.shape[1]
-    heads = heads_q if config.group_reduce == "none" else k_cache.shape[2]
-    kept, budgets = _budget(config, seq_lens, width)
-    scores = torch.empty((rows, heads, width), dtype=torch.float32, device=q.device)
-    selection = PageSelection(
-        torch.empty((rows, heads, kept), dtype=torch.int32, device=q.device),
-        torch.empty((rows, heads), dtype=torch.int32, device=q.device),
-    )
+    lists = heads_q if config.group_reduce == "none" else k_cache.shape[2]
+    num_cells = page_table.shape[1]
+    kept = list_width(config, num_cells)
+    if workspace is None:
+        ids, counts = (torch.empty(s, dtype=torch.int32, device=q.device) for s in ((rows, lists, kept), (rows, lists)))
+        selection = PageSelection(ids, counts)
+        lse = torch.empty((rows, heads_q), dtype=torch.float32, device=q.device)
+        scratch = counters = None
+    else:
+        selection, lse = workspace.selection_of(rows, lists, kept), workspace.lse_of(rows, heads_q)
+        scratch, counters = workspace.scratch, workspace.counters
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
-    lse = torch.empty((rows, heads_q), dtype=torch.float32, device=q.device)
     library.sparse_decode(
         q,
         k_cache,
@@ -103,8 +118,7 @@ def sparse_decode(
         page_stats,
         page_table,
         seq_lens,
-        budgets,
-        scores,
+        _budgets(config, seq_lens, num_cells * config.page_size, workspace),
         *selection,
         out,
         lse,
@@ -117,6 +131,9 @@ def sparse_decode(
         float(softcap),
         sinks,
         *scales,
+        plan,
+        scratch,
+        counters,
         impl,
     )
     if not (return_lse or return_selection or return_bound):

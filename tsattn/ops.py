@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from tsattn import checks, library
+from tsattn.dispatch import choose_impl
 from tsattn.selection import PageSelection
+from tsattn.workspace import DecodeWorkspace
 
 
 def append_kv(
@@ -59,7 +61,7 @@ def append_kv(
     """
     checks.append(k, v, k_cache, v_cache, page_stats, slot_mapping, kind)
     scales = checks.scale_of("k_scale", k_scale, k_cache), checks.scale_of("v_scale", v_scale, v_cache)
-    impl = library.choose_impl(impl, k.device)
+    impl = choose_impl(impl, k.device)
     library.append_kv(k, v, k_cache, v_cache, page_stats, slot_mapping, kind, *scales, impl)
 
 
@@ -89,7 +91,7 @@ def rebuild_page_stats(
     """
     checks.rebuild(k_cache, page_stats, page_table, seq_lens, kind)
     scale = checks.scale_of("k_scale", k_scale, k_cache)
-    impl = library.choose_impl(impl, k_cache.device)
+    impl = choose_impl(impl, k_cache.device)
     library.rebuild_page_stats(k_cache, page_stats, page_table, seq_lens, kind, scale, impl)
 
 
@@ -105,6 +107,7 @@ def score_pages(
     softmax_scale: float | None = None,
     group_reduce: str = "max",
     out: Tensor | None = None,
+    workspace: DecodeWorkspace | None = None,
     impl: str = "auto",
 ) -> Tensor:
     """Score every page of every row from the page statistics.
@@ -127,6 +130,8 @@ def score_pages(
         "none" keeps the query heads apart.
     out : torch.Tensor, optional
         [R, H, N] fp32 to write into.
+    workspace : DecodeWorkspace, optional
+        Scratch memory for "softmax" and "mix".
 
     Returns
     -------
@@ -155,8 +160,10 @@ def score_pages(
     if out is None:
         out = torch.empty((q.shape[0], heads, page_table.shape[1]), dtype=torch.float32, device=q.device)
     box, boxes = (1.0, box_scale) if isinstance(box_scale, Tensor) else (float(box_scale), None)
-    impl = library.choose_impl(impl, q.device)
-    library.score_pages(q, page_stats, page_table, seq_lens, out, page_size, kind, box, boxes, scale, group_reduce, impl)
+    impl = choose_impl(impl, q.device)
+    scratch = None if workspace is None else workspace.scratch
+    ranking = page_size, kind, box, boxes, scale, group_reduce
+    library.score_pages(q, page_stats, page_table, seq_lens, out, *ranking, scratch, impl)
     return out
 
 
@@ -170,6 +177,7 @@ def select_pages(
     sink_pages: int = 1,
     recent_pages: int = 1,
     out: PageSelection | None = None,
+    workspace: DecodeWorkspace | None = None,
     impl: str = "auto",
 ) -> PageSelection:
     """Choose the best pages of every list, exactly.
@@ -192,6 +200,8 @@ def select_pages(
         The first and the last pages are kept whatever their score; if they don't fit in K, the newest win.
     out : PageSelection, optional
         Buffers to write into; their width is K where ``budget`` is not an int.
+    workspace : DecodeWorkspace, optional
+        Scratch memory for long rows and for ``top_p``.
 
     Returns
     -------
@@ -222,179 +232,8 @@ def select_pages(
         raise ValueError(f"out.page_ids must have K = ceil(budget / page_size) = {kept}, got {out.page_ids.shape[2]}")
     # A rounded sum may reach the whole before its smallest terms, or never: a top_p of 1 is no limit.
     limits = budget if isinstance(budget, Tensor) else None, None if top_p == 1 else top_p
-    impl = library.choose_impl(impl, scores.device)
-    library.select_pages(scores, seq_lens, out.page_ids, out.page_counts, page_size, *limits, sink_pages, recent_pages, impl)
+    impl = choose_impl(impl, scores.device)
+    scratch = None if workspace is None else workspace.scratch
+    forced = sink_pages, recent_pages
+    library.select_pages(scores, seq_lens, out.page_ids, out.page_counts, page_size, *limits, *forced, scratch, impl)
     return out
-
-
-def _attend(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    page_table: Tensor,
-    seq_lens: Tensor,
-    selection: PageSelection | None,
-    softmax_scale: float | None,
-    softcap: float,
-    sinks: Tensor | None,
-    window: int | None,
-    k_scale: float | Tensor | None,
-    v_scale: float | Tensor | None,
-    out: Tensor | None,
-    impl: str,
-) -> tuple[Tensor, Tensor]:
-    checks.attend(q, k_cache, v_cache, page_table, seq_lens, selection, out, softcap=softcap, sinks=sinks, window=window)
-    scales = checks.scale_of("k_scale", k_scale, k_cache), checks.scale_of("v_scale", v_scale, v_cache)
-    scale = checks.softmax_scale_of(softmax_scale, q.shape[2])
-    impl = library.choose_impl(impl, q.device)
-    if out is None:
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    ids, counts = (None, None) if selection is None else selection
-    library.attend_pages(
-        q,
-        k_cache,
-        v_cache,
-        page_table,
-        seq_lens,
-        ids,
-        counts,
-        out,
-        lse,
-        scale,
-        float(softcap),
-        sinks,
-        window,
-        *scales,
-        impl,
-    )
-    return out, lse
-
-
-def attend_pages(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    page_table: Tensor,
-    seq_lens: Tensor,
-    selection: PageSelection,
-    *,
-    softmax_scale: float | None = None,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    window: int | None = None,
-    k_scale: float | Tensor | None = None,
-    v_scale: float | Tensor | None = None,
-    return_lse: bool = False,
-    out: Tensor | None = None,
-    impl: str = "auto",
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Softmax attention over the tokens of the selected pages.
-
-    Parameters
-    ----------
-    q : torch.Tensor
-        [R, HQ, D], after RoPE, channels contiguous.
-    k_cache, v_cache, page_table, seq_lens, k_scale, v_scale, impl
-        As in :func:`append_kv` and :func:`rebuild_page_stats`; ``seq_lens`` counts the current token.
-    selection : PageSelection
-        Lists per KV head, [R, HKV, K], or per query head, [R, HQ, K].
-    softmax_scale : float, optional
-        Default 1/sqrt(D).
-    softcap : float
-        c > 0: ``c * tanh(logit / c)`` after the scale and before the mask.
-    sinks : torch.Tensor, optional
-        [HQ] logits that only enlarge the denominator; the LSE includes them.
-    window : int, optional
-        w: the query at position p sees positions above p - w (Hugging Face's convention: w keys with its own).
-    return_lse : bool
-        Also return the natural log of the sum of exp(logit), [R, HQ] fp32.
-    out : torch.Tensor, optional
-        [R, HQ, D] to write into; q itself, or memory that q doesn't touch.
-
-    Returns
-    -------
-    torch.Tensor, or (out, lse)
-        [R, HQ, D] in q's dtype. A row that sees no token has output 0 and LSE -inf.
-    """
-    checks.selection_of("selection", selection)
-    result = _attend(
-        q,
-        k_cache,
-        v_cache,
-        page_table,
-        seq_lens,
-        selection,
-        softmax_scale,
-        softcap,
-        sinks,
-        window,
-        k_scale,
-        v_scale,
-        out,
-        impl,
-    )
-    return result if return_lse else result[0]
-
-
-def dense_decode(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    page_table: Tensor,
-    seq_lens: Tensor,
-    *,
-    softmax_scale: float | None = None,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    window: int | None = None,
-    k_scale: float | Tensor | None = None,
-    v_scale: float | Tensor | None = None,
-    return_lse: bool = False,
-    out: Tensor | None = None,
-    impl: str = "auto",
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention over all pages of every row: the baseline, and what a covering budget gives bit for bit.
-
-    Parameters and results are those of :func:`attend_pages` without the selection.
-    """
-    result = _attend(
-        q,
-        k_cache,
-        v_cache,
-        page_table,
-        seq_lens,
-        None,
-        softmax_scale,
-        softcap,
-        sinks,
-        window,
-        k_scale,
-        v_scale,
-        out,
-        impl,
-    )
-    return result if return_lse else result[0]
-
-
-def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, *, impl: str = "auto") -> tuple[Tensor, Tensor]:
-    """Join two attention results of the same queries over disjoint tokens.
-
-    Parameters
-    ----------
-    out_a, out_b : torch.Tensor
-        [R, HQ, D].
-    lse_a, lse_b : torch.Tensor
-        [R, HQ] fp32, natural log. -inf is the empty state: it changes no bit of the other; two of them give (0, -inf).
-
-    Returns
-    -------
-    out, lse : torch.Tensor
-    """
-    checks.merge(out_a, lse_a, out_b, lse_b)
-    out, lse = (
-        torch.empty_like(out_a, memory_format=torch.contiguous_format),
-        torch.empty(lse_a.shape, dtype=torch.float32, device=lse_a.device),
-    )
-    library.merge_states(out_a, lse_a, out_b, lse_b, out, lse, library.choose_impl(impl, out_a.device))
-    return out, lse

@@ -55,25 +55,26 @@ def opcheck_arguments():
                 None,
                 0.25,
                 "max",
+                None,
                 "torch",
             ),
             (
                 *(case.q, minmax.page_stats, minmax.page_table, case.seq_lens, scores.clone(), 8, "minmax", 1.0),
-                *(torch.ones(2), 0.25, "mix", "torch"),
+                *(torch.ones(2), 0.25, "mix", None, "torch"),
             ),
         ],
         "select_pages": [
-            (scores, case.seq_lens, *lists, 8, None, None, 1, 1, "torch"),
-            (scores, case.seq_lens, *lists, 8, torch.tensor([8, 24]), 0.5, 0, 1, "torch"),
+            (scores, case.seq_lens, *lists, 8, None, None, 1, 1, None, "torch"),
+            (scores, case.seq_lens, *lists, 8, torch.tensor([8, 24]), 0.5, 0, 1, None, "torch"),
         ],
         "attend_pages": [
-            (*arguments(case), None, None, out, lse, 0.25, 0.0, None, None, None, None, "torch"),
-            (*arguments(quantised), *SELECTION, out, lse, 0.25, 2.0, torch.zeros(4), 20, *scales, "torch"),
+            (*arguments(case), None, None, out, lse, 0.25, 0.0, None, None, None, None, None, "torch"),
+            (*arguments(quantised), *SELECTION, out, lse, 0.25, 2.0, torch.zeros(4), 20, *scales, None, "torch"),
         ],
         "sparse_decode": [
             (
-                *(case.q, case.k_cache, case.v_cache, case.page_stats, case.page_table, case.seq_lens, None, scores, *lists),
-                *(out, lse, "means", 1.0, "max", 1, 1, 0.25, 0.0, None, None, None, "torch"),
+                *(case.q, case.k_cache, case.v_cache, case.page_stats, case.page_table, case.seq_lens, None, *lists),
+                *(out, lse, "means", 1.0, "max", 1, 1, 0.25, 0.0, None, None, None, "auto", None, None, "torch"),
             ),
         ],
         "merge_states": [(case.q, lse, case.q, lse, out, lse.clone(), "torch")],

@@ -1,0 +1,140 @@
+"""Memory of a decode step, allocated once: for CUDA graphs, and for steps that allocate nothing."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from tsattn.config import SparseConfig
+from tsattn.dispatch import choose_impl
+from tsattn.scratch import piece_bytes
+from tsattn.selection import PageSelection
+
+
+def list_width(config: SparseConfig, num_cells: int) -> int:
+    """K of a page table of width ``num_cells``: the pages of the budget, or of the longest row that keeps everything."""
+    kept = config.pages_kept
+    if config.min_seq_len > config.token_budget:
+        kept = max(kept, -(-(config.min_seq_len - 1) // config.page_size))
+    return min(kept, num_cells)
+
+
+@dataclass(frozen=True)
+class DecodeWorkspace:
+    """Buffers that :func:`tsattn.sparse_decode` and the other ops work in when they get it as ``workspace``.
+
+    Results other than ``out`` (LSE, selection) are views of it: the next call overwrites them. One workspace serves one step
+    at a time, of at most the rows and pages it was made for; layers that run one after another share it.
+
+    Attributes
+    ----------
+    page_ids, page_counts : torch.Tensor
+        [R, H, K] and [R, H] int32, the lists.
+    lse : torch.Tensor
+        [R, HQ] fp32.
+    budgets, is_short : torch.Tensor
+        [R] int32 and bool, for ``config.min_seq_len``.
+    scratch : torch.Tensor
+        uint8 [bytes], what Triton's launches need in between.
+    counters : torch.Tensor
+        int32, zero between calls; by them the programs of a fused plan find out which is the last.
+    """
+
+    page_ids: Tensor
+    page_counts: Tensor
+    lse: Tensor
+    budgets: Tensor
+    is_short: Tensor
+    scratch: Tensor
+    counters: Tensor
+
+    @classmethod
+    def allocate(
+        cls,
+        num_rows: int,
+        max_pages: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        config: SparseConfig,
+        dtype: torch.dtype,
+        kv_dtype: torch.dtype | None = None,
+        device: torch.device | str = "cpu",
+        impl: str = "auto",
+    ) -> DecodeWorkspace:
+        """Allocate for steps of at most ``num_rows`` rows over page tables at most ``max_pages`` wide.
+
+        Parameters
+        ----------
+        num_rows, max_pages, num_heads, num_kv_heads, head_dim : int
+            R, N, HQ, HKV, D.
+        config : SparseConfig
+            The configuration of the steps.
+        dtype, kv_dtype : torch.dtype
+            Types of the queries and of the cache; ``kv_dtype`` None is ``dtype``.
+        device : torch.device or str
+        impl : str
+            As in the ops. Only Triton's launches need ``scratch`` and ``counters``.
+        """
+        device = torch.device(device)
+        lists = num_heads if config.group_reduce == "none" else num_kv_heads
+        width = list_width(config, max_pages)
+        num_bytes = num_counters = 0
+        if choose_impl(impl, device) == "triton":
+            kernels = importlib.import_module("tsattn.kernels")
+            num_counters = kernels.num_counters(num_rows, num_kv_heads, num_heads)
+            num_bytes = kernels.scratch_bytes(
+                rows=num_rows,
+                num_heads=num_heads,
+                num_kv_heads=num_kv_heads,
+                head_dim=head_dim,
+                page_size=config.page_size,
+                num_cells=max_pages,
+                width=width,
+                group_reduce=config.group_reduce,
+                dtype=dtype,
+                kv_dtype=kv_dtype or dtype,
+            )
+            num_bytes += piece_bytes((num_rows, lists, max_pages), torch.float32)  # the scores
+        return cls(
+            page_ids=torch.empty((num_rows, lists, width), dtype=torch.int32, device=device),
+            page_counts=torch.empty((num_rows, lists), dtype=torch.int32, device=device),
+            lse=torch.empty((num_rows, num_heads), dtype=torch.float32, device=device),
+            budgets=torch.empty(num_rows, dtype=torch.int32, device=device),
+            is_short=torch.empty(num_rows, dtype=torch.bool, device=device),
+            scratch=torch.empty(num_bytes, dtype=torch.uint8, device=device),
+            counters=torch.zeros(num_counters, dtype=torch.int32, device=device),
+        )
+
+    def reset(self) -> None:
+        """Zero the counters: needed only after a launch was aborted."""
+        self.counters.zero_()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(getattr(self, f.name).nbytes for f in fields(self))
+
+    def lse_of(self, rows: int, heads: int) -> Tensor:
+        """Room for the LSE of ``rows`` rows.
+
+        Raises
+        ------
+        ValueError
+            If the workspace was made for fewer rows or other heads.
+        """
+        if rows > self.lse.shape[0] or heads != self.lse.shape[1]:
+            made_for, asked = tuple(self.lse.shape), (rows, heads)
+            raise ValueError(f"workspace was made for [R, HQ] = {list(made_for)}, this call needs {list(asked)}")
+        return self.lse[:rows]
+
+    def selection_of(self, rows: int, lists: int, width: int) -> PageSelection:
+        """Room for the lists of ``rows`` rows, or a ValueError as in :meth:`lse_of`."""
+        shape = self.page_ids.shape
+        if rows > shape[0] or lists != shape[1] or width > shape[2]:
+            raise ValueError(f"workspace was made for lists [R, H, K] = {list(shape)}, this call needs {[rows, lists, width]}")
+        return PageSelection(self.page_ids[:rows, :, :width], self.page_counts[:rows])
