@@ -1,0 +1,176 @@
+"""Buffers given by the caller: same results, nothing allocated, no value read on the host."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import tsattn
+from tsattn import DecodeWorkspace, SparseConfig, contents, library
+from tsattn.testing import assert_same_bits, make_case
+
+FUSED = ("two", "ticket", "row")
+REDUCTIONS = ("max", "sum", "none", "softmax", "mix")
+
+
+class NothingNew(TorchDispatchMode):
+    """Raises on every op that returns memory of its own or a value for the host; looks into this library's ops too."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.name()
+        if name.startswith("tsattn::"):
+            with self:
+                return getattr(library, "_" + name.removeprefix("tsattn::"))(*args)
+        results = function(*args, **(kwargs or {}))
+        given = {t.untyped_storage().data_ptr() for t in torch.utils._pytree.tree_leaves((args, kwargs)) if torch.is_tensor(t)}
+        for result in torch.utils._pytree.tree_leaves(results):
+            if not torch.is_tensor(result):
+                raise AssertionError(f"{name} hands a value to the host")
+            if result.numel() and result.untyped_storage().data_ptr() not in given:
+                raise AssertionError(f"{name} allocates {list(result.shape)}")
+        return results
+
+
+@pytest.fixture
+def unseen(monkeypatch):
+    """Tensors as on a GPU, where their contents aren't looked at."""
+    for name in ("apart", "box", "lengths", "scale", "selected", "slots", "table"):
+        monkeypatch.setattr(contents, name, lambda *_: None)
+
+
+def world(kind="means", **options):
+    return make_case([40, 0, 17], heads_kv=2, group=2, dim=16, page_size=8, kind=kind, **options)
+
+
+def step(case):
+    return case.q, case.k_cache, case.v_cache, case.page_stats, case.page_table, case.seq_lens
+
+
+def workspace_of(case, config, impl="triton", rows=3, pages=None):
+    pages = case.page_table.shape[1] if pages is None else pages
+    return DecodeWorkspace.allocate(rows, pages, 4, 2, 16, config=config, dtype=case.q.dtype, impl=impl)
+
+
+def config_of(plan="auto", **options):
+    return SparseConfig(**{"page_size": 8, "token_budget": 16, "recent_pages": 1, "plan": plan, **options})
+
+
+def test_the_mode_sees_allocations_and_host_reads():
+    x = torch.zeros(3)
+    with NothingNew():
+        x.add_(1)
+        with pytest.raises(AssertionError, match="allocates"):
+            x + 1
+        with pytest.raises(AssertionError, match="to the host"):
+            x[0].item()
+    case = world()
+    with NothingNew(), pytest.raises(AssertionError, match="allocates"):
+        tsattn.sparse_decode(*step(case), config=config_of(), out=torch.empty_like(case.q), impl="torch")
+
+
+@pytest.mark.parametrize(
+    ("plan", "group_reduce", "min_seq_len"),
+    [("separate", reduction, 30) for reduction in REDUCTIONS]
+    + [(plan, "max", 0) for plan in ("auto", *FUSED)]
+    + [(plan, "none", 30) for plan in FUSED],
+)
+def test_a_step_with_buffers_allocates_nothing(unseen, plan, group_reduce, min_seq_len):
+    case, config = world(), config_of(plan, group_reduce=group_reduce, min_seq_len=min_seq_len)
+    expected = tsattn.sparse_decode(*step(case), config=config, return_lse=True, return_selection=True, impl="triton")
+    room, out = workspace_of(case, config), torch.empty_like(case.q)
+    for _ in range(2):
+        with NothingNew():
+            result = tsattn.sparse_decode(
+                *step(case), config=config, return_lse=True, return_selection=True, out=out, workspace=room, impl="triton"
+            )
+        assert result.out is out
+        for here, there in zip(
+            (out, result.lse, *result.selection), (expected.out, expected.lse, *expected.selection), strict=True
+        ):
+            assert_same_bits(here, there)
+        assert not bool(room.counters.any())
+
+
+def test_the_stages_with_buffers_allocate_nothing(unseen):
+    case, config = world(), config_of(group_reduce="mix")
+    room, paged, options = workspace_of(case, config), (case.page_table, case.seq_lens), {"page_size": 8, "impl": "triton"}
+    scores = torch.empty(3, 2, case.page_table.shape[1])
+    lists = tsattn.PageSelection(torch.empty(3, 2, 2, dtype=torch.int32), torch.empty(3, 2, dtype=torch.int32))
+    out, merged, lse = torch.empty_like(case.q), torch.empty_like(case.q), torch.empty(3, 4)
+    new = torch.ones(2, 2, 16)
+    slots = torch.tensor([8 * int(case.page_table[0, 0]), -1])
+    with NothingNew():
+        tsattn.append_kv(new, new, case.k_cache, case.v_cache, case.page_stats, slots, kind="means", impl="triton")
+        ranking = {"kind": "means", "group_reduce": "mix", **options}
+        tsattn.score_pages(case.q, case.page_stats, *paged, out=scores, workspace=room, **ranking)
+        tsattn.select_pages(scores, case.seq_lens, top_p=0.9, out=lists, workspace=room, **options)
+        attended = tsattn.attend_pages(
+            case.q, case.k_cache, case.v_cache, *paged, lists, return_lse=True, out=out, workspace=room, impl="triton"
+        )
+        tsattn.merge_states(*attended, *attended, out=merged, lse=lse, impl="triton")
+        tsattn.dense_decode(case.q, case.k_cache, case.v_cache, *paged, out=out, workspace=room, impl="triton")
+    assert_same_bits(out, tsattn.dense_decode(case.q, case.k_cache, case.v_cache, *paged, impl="triton"))
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_a_workspace_serves_fewer_rows_and_narrower_tables(impl):
+    case, config = world(), config_of(min_seq_len=30)
+    room = workspace_of(case, config, impl, rows=5, pages=2 * case.page_table.shape[1])
+    expected = tsattn.sparse_decode(*step(case), config=config, return_selection=True, impl=impl)
+    result = tsattn.sparse_decode(*step(case), config=config, return_selection=True, workspace=room, impl=impl)
+    for here, there in zip((result.out, *result.selection), (expected.out, *expected.selection), strict=True):
+        assert_same_bits(here, there)
+
+
+def test_a_workspace_that_is_too_small_is_refused_before_any_write():
+    case, config = world(), config_of()
+    out = torch.full_like(case.q, 7.0)
+    for rows, pages, message in ((2, 5, "lists"), (3, 1, "lists")):
+        with pytest.raises(ValueError, match=message):
+            room = workspace_of(case, config, rows=rows, pages=pages)
+            tsattn.sparse_decode(*step(case), config=config, out=out, workspace=room, impl="triton")
+    with pytest.raises(ValueError, match=r"\[R, HQ\]"):
+        arguments = case.q, case.k_cache, case.v_cache, case.page_table, case.seq_lens
+        tsattn.dense_decode(*arguments, out=out, workspace=workspace_of(case, config, rows=2), impl="triton")
+    short = DecodeWorkspace(**{**vars(workspace_of(case, config)), "scratch": torch.empty(0, dtype=torch.uint8)})
+    with pytest.raises(ValueError, match="scratch holds 0 bytes"):
+        tsattn.sparse_decode(*step(case), config=config, out=out, workspace=short, impl="triton")
+    assert bool((out == 7.0).all())
+
+
+def test_counters_left_over_by_an_aborted_launch_are_zeroed():
+    case, config = world(), config_of("two")
+    room = workspace_of(case, config)
+    room.counters.fill_(1)
+    room.reset()
+    expected = tsattn.sparse_decode(*step(case), config=config, impl="triton")
+    assert_same_bits(tsattn.sparse_decode(*step(case), config=config, workspace=room, impl="triton"), expected)
+
+
+@pytest.mark.parametrize("impl", ["torch", "reference"])
+@pytest.mark.parametrize("plan", FUSED)
+def test_a_plan_is_not_ignored(impl, plan):
+    with pytest.raises(ValueError, match=f"config.plan '{plan}'"):
+        tsattn.sparse_decode(*step(world()), config=config_of(plan), impl=impl)
+
+
+@pytest.mark.parametrize("impl", ["reference", "torch", "triton"])
+def test_merge_writes_where_it_is_told(impl):
+    rng = torch.Generator().manual_seed(0)
+    outs = [torch.randn(3, 4, 16, generator=rng) for _ in range(2)]
+    lses = [torch.randn(3, 4, generator=rng) for _ in range(2)]
+    lses[0][0], lses[1][1] = -torch.inf, -torch.inf
+    expected = tsattn.merge_states(outs[0], lses[0], outs[1], lses[1], impl=impl)
+    for place in (0, 1):  # in place of either state
+        copies = [t.clone() for t in (*outs, *lses)]
+        out, lse = copies[place], copies[2 + place]
+        result = tsattn.merge_states(copies[0], copies[2], copies[1], copies[3], out=out, lse=lse, impl=impl)
+        assert result[0] is out and result[1] is lse
+        assert_same_bits(out, expected[0])
+        assert_same_bits(lse, expected[1])
+    with pytest.raises(ValueError, match="out must have shape"):
+        tsattn.merge_states(outs[0], lses[0], outs[1], lses[1], out=torch.empty(3, 4, 8), impl=impl)
+
+
+def test_a_stage_that_does_not_exist_has_no_path():
+    with pytest.raises(ValueError, match="stage must be one of"):
+        tsattn.last_path("scoring")
