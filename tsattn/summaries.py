@@ -109,6 +109,8 @@ def _update_meanvar(keys: Tensor, fill: Tensor, m: int) -> Tensor:
 
 def _coefficients_minmax(q: Tensor, m: int, scale: float, box_scale: float | Tensor) -> Tensor:
     # q.c + X|q|.w with c, w the middle and half range; X = 1 gives min(q, 0) and max(q, 0) exactly.
+    if isinstance(box_scale, float) and box_scale == 1.0:
+        return torch.stack((q.clamp_max(0.0), q.clamp_min(0.0)), dim=-2)
     reach = box_scale * q.abs()
     return torch.stack((0.5 * (q - reach), 0.5 * (q + reach)), dim=-2)
 

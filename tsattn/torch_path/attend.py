@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tsattn.torch_path.blocks import cache_blocks, take, whole_row
+from tsattn.torch_path.blocks import cache_blocks, kv_heads, take, whole_rows
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 """What ``scaled_dot_product_attention`` runs on a CPU; asked directly, as only it returns the LSE."""
@@ -27,10 +27,24 @@ class Options(NamedTuple):
     v_scale: Tensor | None
 
 
-def _widened(codes: Tensor, heads: Tensor, scale: Tensor | None) -> Tensor:
-    """[HL, T, D] in fp32, times the scale of each list head's KV head."""
+def _widened(codes: Tensor, scale: Tensor | None) -> Tensor:
+    """[HL, T, D] in fp32, times the scale of each list's KV head."""
     values = codes.float()
-    return values if scale is None else values * scale[heads][:, None, None]
+    if scale is None:
+        return values
+    return values.mul_(scale[kv_heads(codes.shape[0], scale.shape[0], scale.device)][:, None, None])
+
+
+def _quick(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """:func:`_plain` where nothing is hidden; right as long as the LSE comes out finite."""
+    if q.dtype == torch.bfloat16 and q.device.type == "cpu":
+        out, lse = _flash(q[None], k[None], v[None], scale=scale)
+        return out[0], lse[0]
+    logits = torch.bmm(q.float(), k.float().transpose(1, 2)).mul_(scale)
+    top = logits.amax(dim=-1, keepdim=True)
+    weights = logits.sub_(top).exp_()
+    total = weights.sum(dim=-1, keepdim=True)
+    return torch.bmm(weights, v.float()).div_(total), total.log_().add_(top)[..., 0]
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, scale: float, softcap: float) -> tuple[Tensor, Tensor]:
@@ -56,8 +70,8 @@ def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor
     return out * share[..., None], total
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, heads: Tensor, hidden: Tensor | None, options: Options) -> tuple[Tensor, Tensor]:
-    """Attention of one row: q [HQ, D]; k, v [HL, T, D] as stored, list hl of KV head ``heads[hl]`` -> [HQ, D], [HQ].
+def attention(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, options: Options) -> tuple[Tensor, Tensor]:
+    """Attention of one row: q [HQ, D]; k, v [HL, T, D] as stored -> [HQ, D], [HQ].
 
     bf16 goes to PyTorch's flash attention, which keeps its logits in fp32 and reads the keys as they are. In fp32 its bits
     depend on the number of threads and in fp16 its LSE is rough; so these, masks inside the list, soft caps and logits that are
@@ -65,13 +79,12 @@ def attention(q: Tensor, k: Tensor, v: Tensor, heads: Tensor, hidden: Tensor | N
     """
     scale, softcap, sinks, k_scale, v_scale = options
     if k.dtype != q.dtype:  # quantised
-        q, k, v = q.float(), _widened(k, heads, k_scale), _widened(v, heads, v_scale)
+        q, k, v = q.float(), _widened(k, k_scale), _widened(v, v_scale)
     query = q.reshape(k.shape[0], -1, q.shape[1])
-    if hidden is None and softcap == 0 and query.dtype == torch.bfloat16 and query.device.type == "cpu":
-        out, lse = (result[0] for result in _flash(query[None], k[None], v[None], scale=scale))
-        if not bool(lse.isfinite().all()):
-            out, lse = _plain(query, k, v, hidden, scale, softcap)
-    else:
+    simple = hidden is None and softcap == 0
+    if simple:
+        out, lse = _quick(query, k, v, scale)
+    if not (simple and bool(lse.isfinite().all())):
         out, lse = _plain(query, k, v, hidden, scale, softcap)
     if sinks is not None:
         out, lse = _with_sinks(out.float(), lse, sinks.float().view(k.shape[0], -1))
@@ -121,10 +134,12 @@ def attend_to_all(
 
     Lists of all pages come here whatever heads they were made for, so they give the bits of dense attention.
     """
-    page_size, heads_kv = k_cache.shape[1:3]
+    page_size = k_cache.shape[1]
+    keys, values = whole_rows((cache_blocks(k_cache), cache_blocks(v_cache)), physical)
     begin = first // page_size * page_size
-    keys, values = (whole_row(cache_blocks(c), physical)[:, first - begin : length - begin] for c in (k_cache, v_cache))
-    return attention(q, keys, values, torch.arange(heads_kv, device=q.device), None, options)
+    if first > begin or length - begin < keys.shape[1]:
+        keys, values = keys[:, first - begin : length - begin], values[:, first - begin : length - begin]
+    return attention(q, keys, values, None, options)
 
 
 def attend_to_lists(
@@ -137,9 +152,8 @@ def attend_to_lists(
     options: Options,
 ) -> tuple[Tensor, Tensor]:
     """Attention of one row to the first ``read`` tokens of every list; ``physical`` [HL, k]."""
-    heads = torch.arange(physical.shape[0], device=q.device) * k_cache.shape[2] // physical.shape[0]
-    keys, values = (take(cache_blocks(c), physical, heads).flatten(1, 2)[:, :read] for c in (k_cache, v_cache))
-    return attention(q, keys, values, heads, hidden, options)
+    keys, values = (part.flatten(1, 2)[:, :read] for part in take((cache_blocks(k_cache), cache_blocks(v_cache)), physical))
+    return attention(q, keys, values, hidden, options)
 
 
 def attend_pages(

@@ -6,6 +6,7 @@ A block is what one page holds for one KV head: [S, D] of keys or values, [M, D]
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -50,38 +51,60 @@ def _aligned(blocks: Tensor) -> bool:
     return all(step * size % ALIGNMENT == 0 for step in steps)
 
 
-def _slice(blocks: Tensor, physical: Tensor) -> Tensor | None:
-    """The pages ``physical`` [P] of all heads as a view, if that is possible."""
-    if not _aligned(blocks) or physical.device.type != "cpu":
-        return None
-    first = run_start(physical)
-    return None if first is None else blocks[:, first : first + physical.numel()]
+@functools.lru_cache(maxsize=64)
+def kv_heads(lists: int, heads_kv: int, device: torch.device) -> Tensor:
+    """[HL] int64, the KV head of each list."""
+    return torch.arange(lists, device=device) * heads_kv // lists
 
 
-def take(blocks: Tensor, physical: Tensor, heads: Tensor) -> Tensor:
-    """A copy of pages ``physical`` [HL, k] (int64), those of list hl from KV head ``heads[hl]``: [HL, k, inner, D]."""
-    store = as_bytes_if_fp8(blocks)
+def run_of(blocks: Tensor, physical: Tensor) -> int | None:
+    """Where a slice of the blocks holds pages ``physical`` [P], the first; None if they must be gathered."""
+    return run_start(physical) if physical.device.type == "cpu" and _aligned(blocks) else None
+
+
+def _rows(store: Tensor) -> tuple[Tensor, int, int] | None:
+    """Every block as a row of one matrix over the storage, and the rows from a head, a page to the next; None if scattered."""
     num_heads, pages, inner, dim = store.shape
     step_head, step_page, step_inner, _ = store.stride()
     unit = inner * dim
-    if (step_inner == dim or inner == 1) and step_head % unit == 0 and step_page % unit == 0:
-        # A block is one row of a matrix over the storage: a flat row gather is the fastest copy there is.
-        by_head, by_page = step_head // unit, step_page // unit
-        rows = store.as_strided(((num_heads - 1) * by_head + (pages - 1) * by_page + 1, unit), (unit, 1))
-        index = physical * by_page + (heads * by_head)[:, None]
-        taken = rows.index_select(0, index.flatten()).view(*physical.shape, inner, dim)
-    else:
-        taken = store[heads[:, None], physical]
-    return taken.view(blocks.dtype)
+    if (step_inner != dim and inner > 1) or step_head % unit or step_page % unit:
+        return None
+    by_head, by_page = step_head // unit, step_page // unit
+    height = (num_heads - 1) * by_head + (pages - 1) * by_page + 1
+    return store.as_strided((height, unit), (unit, 1)), by_head, by_page
 
 
-def whole_row(blocks: Tensor, physical: Tensor) -> Tensor:
-    """Tokens of pages ``physical`` [P] (int64) of all heads, [HKV, P * S, D]: a view where the pages follow each other."""
-    part = _slice(blocks, physical) if blocks.stride(1) == blocks[0, 0].numel() else None
-    if part is None:
-        heads = torch.arange(blocks.shape[0], device=blocks.device)
-        part = take(blocks, physical.expand(blocks.shape[0], -1), heads)
-    return part.flatten(1, 2)
+def take(pools: tuple[Tensor, ...], physical: Tensor) -> list[Tensor]:
+    """Copies of pages ``physical`` [HL, k] (int64) of the KV head of each list, [HL, k, inner, D] from each pool of blocks."""
+    lists, kept = physical.shape
+    heads = kv_heads(lists, pools[0].shape[0], physical.device)
+    taken: list[Tensor] = []
+    index: tuple[int, int, Tensor] | None = None  # K and V mostly lie alike
+    for blocks in pools:
+        store = as_bytes_if_fp8(blocks)
+        found = _rows(store)
+        if found is None:
+            part = store[heads[:, None], physical]
+        else:
+            # A flat row gather is the fastest copy there is.
+            rows, by_head, by_page = found
+            if index is None or index[:2] != (by_head, by_page):
+                flat = physical if by_page == 1 else physical * by_page
+                flat = flat if lists == 1 else flat + (heads * by_head)[:, None]
+                index = by_head, by_page, flat.reshape(-1)
+            part = rows.index_select(0, index[2])
+        taken.append(part.view(blocks.dtype).view(lists, kept, *blocks.shape[2:]))
+    return taken
+
+
+def whole_rows(pools: tuple[Tensor, ...], physical: Tensor) -> list[Tensor]:
+    """Tokens of pages ``physical`` [P] (int64) of all heads, [HKV, P * S, D]: views where the pages follow each other."""
+    heads_kv, _, inner, dim = pools[0].shape
+    if all(blocks.stride(1) == inner * dim and blocks.stride(2) == dim for blocks in pools):
+        first = run_of(pools[0], physical)
+        if first is not None and all(map(_aligned, pools)):
+            return [blocks[:, first : first + physical.numel()].flatten(1, 2) for blocks in pools]
+    return [part.flatten(1, 2) for part in take(pools, physical.expand(heads_kv, -1))]
 
 
 def pieces(blocks: Tensor, physical: Tensor) -> Iterator[Tensor]:
@@ -89,12 +112,12 @@ def pieces(blocks: Tensor, physical: Tensor) -> Iterator[Tensor]:
 
     The pieces are cut alike wherever the pages lie, so results don't depend on it.
     """
-    heads = torch.arange(blocks.shape[0], device=blocks.device)
-    part = _slice(blocks, physical)
-    at_once = max(1, STATS_AT_ONCE // max(1, blocks[:, 0].numel()))
+    start = run_of(blocks, physical)
+    heads_kv, _, inner, dim = blocks.shape
+    at_once = max(1, STATS_AT_ONCE // (heads_kv * inner * dim))
     for first in range(0, physical.numel(), at_once):
-        some = physical[first : first + at_once]
-        if part is None:
-            yield take(blocks, some.expand(blocks.shape[0], -1), heads).float()
+        if start is None:
+            some = physical[first : first + at_once]
+            yield take((blocks,), some.expand(heads_kv, -1))[0].float()
         else:
-            yield part[:, first : first + at_once].float()
+            yield blocks[:, start + first : start + min(first + at_once, physical.numel())].float()

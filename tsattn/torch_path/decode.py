@@ -45,7 +45,8 @@ def sparse_decode(
     for r, (length, tokens) in enumerate(zip(lengths, budgets, strict=True)):
         num_pages = -(-length // page_size)
         kept = pages_to_keep(num_pages, width, tokens, page_size)
-        page_ids[r, :, kept:] = NO_PAGE
+        if kept < width:
+            page_ids[r, :, kept:] = NO_PAGE
         page_counts[r] = kept
         if kept == 0:
             out[r] = 0.0

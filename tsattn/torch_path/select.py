@@ -33,19 +33,28 @@ def _forced(num_pages: int, kept: int, sink_pages: int, recent_pages: int) -> tu
     return range(sink_end - sinks, sink_end), range(num_pages - recent, num_pages)
 
 
+def _best(scores: Tensor, count: int) -> Tensor:
+    """The ``count`` best pages of every list, ascending; scores [H, n] without NaN."""
+    if count == scores.shape[1]:
+        return torch.arange(count, device=scores.device).expand(scores.shape[0], -1)
+    values, order = scores.topk(count + 1, dim=-1)
+    if bool((values[:, count - 1] == values[:, count]).any()):  # a tie at the edge: the lowest pages win
+        order = _packed(scores).topk(count, dim=-1, sorted=False).indices
+    return order[:, :count].sort(dim=-1).values
+
+
 def select_row(scores: Tensor, kept: int, *, sink_pages: int, recent_pages: int) -> Tensor:
-    """The ``kept`` pages of every list of one row, ascending: scores [H, P] -> [H, kept] int64."""
+    """The ``kept`` pages of every list of one row, ascending: scores [H, P], without NaN -> [H, kept] int64."""
     heads, num_pages = scores.shape
     if kept == num_pages:
         return torch.arange(num_pages, device=scores.device).expand(heads, -1)
     sinks, recent = _forced(num_pages, kept, sink_pages, recent_pages)
     best = kept - len(sinks) - len(recent)
-    parts = [torch.arange(part.start, part.stop, device=scores.device).expand(heads, -1) for part in (sinks, recent)]
-    if best:
-        middle = _packed(scores[:, sinks.stop : recent.start])
-        chosen = middle.topk(best, dim=-1, sorted=False).indices.sort(dim=-1).values
-        parts.insert(1, chosen.add_(sinks.stop))
-    return torch.cat(parts, dim=-1)
+    ends = torch.tensor([*sinks, *recent], device=scores.device).expand(heads, -1)
+    if best == 0:
+        return ends
+    chosen = _best(scores[:, sinks.stop : recent.start], best) + sinks.stop
+    return torch.cat((ends[:, : len(sinks)], chosen, ends[:, len(sinks) :]), dim=-1)
 
 
 def _select_by_mass(
@@ -102,5 +111,6 @@ def select_pages(
             ids, counts = _select_by_mass(row, kept, top_p, sink_pages, recent_pages, width)
             page_ids[r, :, : ids.shape[1]], page_counts[r] = ids, counts.int()
             continue
+        row = torch.nan_to_num(row, nan=math.inf, posinf=math.inf, neginf=-math.inf)
         page_ids[r, :, :kept] = select_row(row, kept, sink_pages=sink_pages, recent_pages=recent_pages)
         page_counts[r] = kept
