@@ -7,6 +7,7 @@ from tsattn.decode import sparse_decode
 from tsattn.dispatch import last_path, path_counts, reset_path_counts
 from tsattn.flash import sparse_attn_with_kvcache
 from tsattn.ops import append_kv, rebuild_page_stats, score_pages, select_pages
+from tsattn.reuse import SelectionState
 from tsattn.selection import PageSelection
 from tsattn.workspace import DecodeWorkspace
 
@@ -17,6 +18,7 @@ __all__ = [
     "PageSelection",
     "PagedKVCache",
     "PoolExhausted",
+    "SelectionState",
     "SparseConfig",
     "append_kv",
     "attend_pages",

@@ -40,6 +40,11 @@ class SparseConfig:
         Rows shorter than this keep all their pages.
     dense_layers : tuple of int
         Layers (by index) that a model integration leaves dense.
+    reselect_every : int
+        n: the pages are scored every n-th step only, and the steps between select by the same scores
+        (:class:`tsattn.SelectionState`).
+    shared_layers : tuple of tuples of int
+        Groups of layers, by index, that a model integration lets read one selection: that of the group's first layer.
     plan : {"auto", "separate", "two", "ticket", "row"}
         Which Triton launches a decode step is made of (``docs/stages/fused.md``); "auto" goes by shape. Other implementations
         take "auto" and "separate" only.
@@ -61,10 +66,19 @@ class SparseConfig:
     stats_dtype: torch.dtype | None = None
     min_seq_len: int = 0
     dense_layers: tuple[int, ...] = ()
+    reselect_every: int = 1
+    shared_layers: tuple[tuple[int, ...], ...] = ()
     plan: str = "auto"
 
     def __post_init__(self) -> None:
-        for name, low in (("page_size", 1), ("token_budget", 1), ("sink_pages", 0), ("recent_pages", 1), ("min_seq_len", 0)):
+        for name, low in (
+            ("page_size", 1),
+            ("token_budget", 1),
+            ("sink_pages", 0),
+            ("recent_pages", 1),
+            ("min_seq_len", 0),
+            ("reselect_every", 1),
+        ):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):
                 raise TypeError(f"SparseConfig.{name} must be an int, got {value!r}")
@@ -81,6 +95,18 @@ class SparseConfig:
         if self.stats_dtype not in (None, torch.float32, torch.float16, torch.bfloat16):
             raise ValueError(f"SparseConfig.stats_dtype must be None, float32, float16 or bfloat16, got {self.stats_dtype!r}")
         object.__setattr__(self, "dense_layers", tuple(int(i) for i in self.dense_layers))
+        object.__setattr__(self, "shared_layers", tuple(tuple(int(i) for i in group) for group in self.shared_layers))
+        self._check_groups()
+
+    def _check_groups(self) -> None:
+        """A layer is in one group at most, and not dense too; a group has its first layer first."""
+        for group in self.shared_layers:
+            if len(group) < 2 or list(group) != sorted(set(group)) or group[0] < 0:
+                raise ValueError(f"SparseConfig.shared_layers must be groups of two or more ascending layers, got {group}")
+        named = [*self.dense_layers, *(layer for group in self.shared_layers for layer in group)]
+        twice = sorted({layer for layer in named if named.count(layer) > 1})
+        if twice:
+            raise ValueError(f"SparseConfig.shared_layers and dense_layers name layers {twice} more than once")
 
     @classmethod
     def paper(cls, **overrides: Any) -> SparseConfig:

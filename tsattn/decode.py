@@ -23,7 +23,7 @@ _RESULTS = {
 }
 
 
-def _budgets(config: SparseConfig, seq_lens: Tensor, all_tokens: int, workspace: DecodeWorkspace | None) -> Tensor | None:
+def budgets_of(config: SparseConfig, seq_lens: Tensor, all_tokens: int, workspace: DecodeWorkspace | None) -> Tensor | None:
     """Tokens per row where short rows keep everything; None where one budget holds for all."""
     if config.min_seq_len <= config.token_budget:
         return None
@@ -32,6 +32,33 @@ def _budgets(config: SparseConfig, seq_lens: Tensor, all_tokens: int, workspace:
     rows = seq_lens.shape[0]
     is_short = torch.lt(seq_lens, config.min_seq_len, out=workspace.is_short[:rows])
     return workspace.budgets[:rows].fill_(config.token_budget).masked_fill_(is_short, all_tokens)
+
+
+def check_step(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_stats: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    config: SparseConfig,
+    out: Tensor | None,
+    softcap: float,
+    sinks: Tensor | None,
+) -> None:
+    """Refuse what a sparse step can't be made of."""
+    if not isinstance(config, SparseConfig):
+        raise TypeError(f"config must be a SparseConfig, got {type(config).__name__}")
+    checks.decode(k_cache, page_stats, config.page_size, config.kind, config.vectors)
+    checks.attend(q, k_cache, v_cache, page_table, seq_lens, None, out, softcap=softcap, sinks=sinks, window=None)
+
+
+def results_of(out: Tensor, lse: Tensor | None, selection: PageSelection | None, bound: Tensor | None) -> Any:
+    """The output alone, or a named tuple of it and what else is there."""
+    extras = [value for value in (lse, selection, bound) if value is not None]
+    if not extras:
+        return out
+    return _RESULTS[lse is not None, selection is not None, bound is not None](out, *extras)
 
 
 def _plan(config: SparseConfig, impl: str) -> str:
@@ -86,14 +113,13 @@ def sparse_decode(
     -----
     A row with at most ``config.token_budget`` tokens keeps all its pages and gives the bits of :func:`dense_decode`.
     """
-    if not isinstance(config, SparseConfig):
-        raise TypeError(f"config must be a SparseConfig, got {type(config).__name__}")
-    checks.decode(k_cache, page_stats, config.page_size, config.kind, config.vectors)
+    check_step(q, k_cache, v_cache, page_stats, page_table, seq_lens, config, out, softcap, sinks)
+    if config.reselect_every > 1:
+        raise ValueError(f"config.reselect_every is {config.reselect_every}: a SelectionState remembers, sparse_decode doesn't")
     if return_bound and config.kind != "minmax":
         raise ValueError(f"return_bound needs min/max statistics (kind 'minmax'), config.kind is {config.kind!r}")
     if return_bound and softcap:
         raise ValueError(f"return_bound is a bound on uncapped logits, softcap is {softcap}")
-    checks.attend(q, k_cache, v_cache, page_table, seq_lens, None, out, softcap=softcap, sinks=sinks, window=None)
     scales = checks.scale_of("k_scale", k_scale, k_cache), checks.scale_of("v_scale", v_scale, v_cache)
     scale = checks.softmax_scale_of(softmax_scale, q.shape[2])
     impl = choose_impl(impl, q.device)
@@ -118,7 +144,7 @@ def sparse_decode(
         page_stats,
         page_table,
         seq_lens,
-        _budgets(config, seq_lens, num_cells * config.page_size, workspace),
+        budgets_of(config, seq_lens, num_cells * config.page_size, workspace),
         *selection,
         out,
         lse,
@@ -136,13 +162,7 @@ def sparse_decode(
         counters,
         impl,
     )
-    if not (return_lse or return_selection or return_bound):
-        return out
-    extras: list[Any] = []
-    if return_lse:
-        extras.append(lse)
-    if return_selection:
-        extras.append(selection)
+    bound = None
     if return_bound:
-        extras.append(unread_mass_bound(q, page_stats, page_table, seq_lens, selection, lse, config.page_size, scale))
-    return _RESULTS[return_lse, return_selection, return_bound](out, *extras)
+        bound = unread_mass_bound(q, page_stats, page_table, seq_lens, selection, lse, config.page_size, scale)
+    return results_of(out, lse if return_lse else None, selection if return_selection else None, bound)
