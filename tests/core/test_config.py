@@ -61,6 +61,12 @@ def test_it_is_a_value():
         ("box_scale", None, TypeError),
         ("stats_dtype", torch.int8, ValueError),
         ("stats_dtype", torch.float64, ValueError),
+        ("dense_layers", (-1,), ValueError),
+        ("dense_layers", (0, 2, -3), ValueError),
+        ("dense_layers", (1.0,), TypeError),
+        ("dense_layers", (True,), TypeError),
+        ("dense_layers", 1, TypeError),
+        ("dense_layers", "12", TypeError),
     ],
 )
 def test_a_wrong_field_is_refused_by_name(field, value, error):

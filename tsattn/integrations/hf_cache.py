@@ -76,17 +76,8 @@ class PagedLayer(DynamicLayer):  # type: ignore[misc]
         self.dtype, self.device = key_states.dtype, key_states.device
         size = self.config.page_size
         with torch.inference_mode(False):  # a pool made in inference mode could not be written outside of it
-            self.pool = PagedKVCache(
-                max(batch, 1) * -(-(tokens + _FIRST_SLACK) // size),
-                size,
-                heads,
-                head_dim,
-                dtype=self.dtype,
-                stats_dtype=self.config.stats_dtype,
-                kind=self.config.kind,
-                parts=self.config.parts,
-                device=self.device,
-            )
+            pages = max(batch, 1) * -(-(tokens + _FIRST_SLACK) // size)
+            self.pool = PagedKVCache.from_config(self.config, pages, heads, head_dim, dtype=self.dtype, device=self.device)
         self.seqs = list(self.pool.allocate(batch))
         self.pads = [0] * batch
         self.is_initialized = True
@@ -362,15 +353,19 @@ def build_cache(
     """The work of :func:`tsattn.integrations.hf.make_cache`, with the recorder to report to."""
     cache = SparseCache(config=model_config)
     masks, cache.undo = MaskReader(), SlidingUndo()
-    paged = 0
-    for index, layer in enumerate(cache.layers):
-        if type(layer) is DynamicLayer:
-            cache.layers[index] = PagedLayer(sparse_config, index, masks, recorder, cache.undo)
-            paged += 1
+    paged = [index for index, layer in enumerate(cache.layers) if type(layer) is DynamicLayer]
+    for index in paged:
+        cache.layers[index] = PagedLayer(sparse_config, index, masks, recorder, cache.undo)
     if not paged:
         kinds = sorted({type(layer).__name__ for layer in cache.layers})
         raise ValueError(
             f"this model has no full-attention layer to page (its cache layers are {kinds}): there is nothing for tsattn to do"
+        )
+    unknown = sorted(set(sparse_config.dense_layers) - set(paged))
+    if unknown:
+        raise ValueError(
+            f"dense_layers names {unknown}, but the full-attention layers of this model are {paged} (of {len(cache.layers)}); "
+            "the others never read pages"
         )
     cache.sparse_config = sparse_config
     if from_cache is not None:
