@@ -38,7 +38,7 @@ ARROWS = {
     "testing": {"kernels", "quantisation", "reference", "selection", "summaries", "tuning"},
     "integrations": {"__init__", "cache", "config", "decode", "library", "ops", "selection"},
     "demo": {"__init__", "cache", "config", "integrations", "library", "ops", "selection", "summaries"},
-    "__main__": {"demo"},
+    "__main__": {"__init__", "demo"},
 }
 MAY_IMPORT_TRITON = {"kernels", "tuning", "testing"}  # testing: the ahead-of-time gate
 
