@@ -302,5 +302,6 @@ def _refuse(options: dict[str, Any]) -> None:
         if name not in _REFUSED:
             raise TypeError(f"sparse_attn_with_kvcache has no argument {name!r}")
         nothing = _REFUSED[name]
+        value = tuple(value) if isinstance(value, list) else value
         if value is not None and (isinstance(value, Tensor) or value != nothing):
             raise ValueError(f"sparse_attn_with_kvcache does not serve {name}; leave it at {nothing!r}")

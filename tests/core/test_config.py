@@ -3,6 +3,8 @@
 import copy
 import dataclasses
 import pickle
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -94,3 +96,9 @@ def test_every_kind_says_how_many_vectors_it_stores():
         assert num_vectors(kind, SUMMARIES[kind].parts_choices[0]) in SUMMARIES[kind].parts_choices
     with pytest.raises(ValueError, match="kind must be one of"):
         num_vectors("median", 2)
+
+
+def test_every_option_is_on_the_options_page_with_its_default():
+    page = (Path(__file__).resolve().parents[2] / "docs" / "options.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|", page, re.MULTILINE))
+    assert rows == {field.name: str(field.default) for field in dataclasses.fields(SparseConfig)}

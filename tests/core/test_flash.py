@@ -209,6 +209,7 @@ def test_options_that_mean_nothing_are_accepted():
         "num_splits": 4,
     }
     sparse_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=lens, block_table=table, **nothing)
+    sparse_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=lens, block_table=table, window_size=[-1, -1])
     with pytest.raises(TypeError, match="no argument 'softmax_scales'"):
         sparse_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=lens, block_table=table, softmax_scales=1.0)
 

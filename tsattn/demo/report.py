@@ -148,7 +148,8 @@ def how_timed(seconds: dict[str, float], threads: dict[str, int], rows: list[Row
     """What the times are of, how they were taken, and what the speed-up is over."""
     best = min(DENSE_WAYS, key=lambda way: seconds[way])
     ways = ", ".join(f"{way} {seconds[way] * 1e3:.2f} ms" for way in DENSE_WAYS)
-    text = f"Attention is that of the {layers} full-attention layers; the speed-up is over the best dense way here, {best} ({ways}).\n"
+    text = f"Attention is that of the {layers} full-attention layers; the speed-up is over the best dense way here, {best} "
+    text += f"({ways}).\n"
     if any(threads.values()):
         most = torch.get_num_threads()
         tried = f"with one thread and with {most}, and its better time counts" if most > 1 else "with one thread"
