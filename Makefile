@@ -41,5 +41,5 @@ $(OLD_TRITON)/.installed: $(VENV)/.installed
 		triton==3.6.0 'numpy==2.3.5'
 	touch $@
 
-clean: ## Remove the environment and everything generated
+clean: ## Remove the environment and everything generated here; the demo's model stays in ~/.cache/tsattn
 	rm -rf $(VENV) build out .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+import tsattn
 from tsattn.demo import cli as demo
 
 COMMANDS = {"demo": demo}
@@ -22,11 +23,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tsattn", description="Query-aware page selection for long-context decoding."
     )
+    parser.add_argument("--version", action="version", version=f"tsattn {tsattn.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, module in COMMANDS.items():
         command = commands.add_parser(name, help=module.HELP, description=f"{module.HELP[0].upper()}{module.HELP[1:]}.")
         module.add_arguments(command)
-    args = parser.parse_args(argv)
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:  # the command's usage helps, not the program's
+        commands.choices[args.command].error(f"unrecognized arguments: {' '.join(unknown)}")
     status: int = COMMANDS[args.command].run(args)
     return status
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 
@@ -16,6 +18,8 @@ PLANS = ("auto", "separate", "two", "ticket", "row")
 class SparseConfig:
     """How pages are summarised, ranked and kept.
 
+    Every option with its cost and when to change it: ``docs/options.md``.
+
     Parameters
     ----------
     page_size : int
@@ -25,21 +29,25 @@ class SparseConfig:
         included. A row with ``len <= token_budget`` keeps all its pages and gives the bits of dense attention.
     sink_pages, recent_pages : int
         Pages that are always kept: the first and the last ones. ``recent_pages >= 1``, so that the page of the
-        current token is always read.
+        current token is always read. The bare :func:`tsattn.select_pages` has 1 recent page by default.
     kind : {"means", "minmax", "meanvar"}
-        What a page stores of its keys, see :mod:`tsattn.summaries`.
+        What a page stores of its keys, see :mod:`tsattn.summaries`. The statistics that a decode step is given must have been
+        written with the same kind.
     parts : int
         Sub-pages per page for ``kind="means"``: 1, 2, 4 or 8.
     box_scale : float
-        X of ``kind="minmax"``. 1 is the upper bound of Quest and TinyServe; a smaller X ranks better and bounds nothing.
+        X of ``kind="minmax"``: half the width of the box of a page's keys counts X times. 1 is the upper bound of Quest and
+        TinyServe; a smaller X bounds nothing.
     group_reduce : {"max", "sum", "softmax", "mix", "none"}
-        How the query heads of one KV head share a list of pages; ``"none"`` selects per query head.
+        How the query heads of one KV head share a list of pages, see :func:`tsattn.score_pages`; ``"none"`` selects per query
+        head.
     stats_dtype : torch.dtype or None
         Storage of the page statistics; None is the dtype of the keys.
     min_seq_len : int
         Rows shorter than this keep all their pages.
     dense_layers : tuple of int
-        Layers (by index) that a model integration leaves dense.
+        Full-attention layers, by index from 0, that a model integration leaves dense. The functions have no layers and
+        ignore it.
     reselect_every : int
         n: the pages are scored every n-th step only, and the steps between select by the same scores
         (:class:`tsattn.SelectionState`).
@@ -49,10 +57,26 @@ class SparseConfig:
         Which Triton launches a decode step is made of (``docs/stages/fused.md``); "auto" goes by shape. Other implementations
         take "auto" and "separate" only.
 
+    Raises
+    ------
+    ValueError, TypeError
+        For a wrong value, by the option's name.
+
     Notes
     -----
-    The defaults come from measurements on a pretrained model (``docs/stages/score.md``), :meth:`paper` is the published
-    setting of Quest (arXiv 2406.10774) as TinyServe (arXiv 2509.12211) uses it.
+    The defaults were chosen on one pretrained model, Gemma 3 270M. What is published of it is
+    ``perf/results/cpu/pass_key.jsonl``, made by ``python perf/pass_key.py``: of nine pass keys in 4K to 16K tokens dense
+    attention finds nine, the defaults with a budget of 256 tokens nine, :meth:`paper` with the same budget three. That method
+    is the published setting of Quest (arXiv 2406.10774) as TinyServe (arXiv 2509.12211) uses it.
+
+    Examples
+    --------
+    >>> from tsattn import SparseConfig
+    >>> config = SparseConfig(token_budget=2048, page_size=32)
+    >>> config.pages_kept, config.vectors
+    (64, 2)
+    >>> SparseConfig.paper(token_budget=2048).kind
+    'minmax'
     """
 
     page_size: int = 16
@@ -94,14 +118,14 @@ class SparseConfig:
             raise ValueError(f"SparseConfig.box_scale must be a finite number >= 0, got {self.box_scale!r}")
         if self.stats_dtype not in (None, torch.float32, torch.float16, torch.bfloat16):
             raise ValueError(f"SparseConfig.stats_dtype must be None, float32, float16 or bfloat16, got {self.stats_dtype!r}")
-        object.__setattr__(self, "dense_layers", tuple(int(i) for i in self.dense_layers))
-        object.__setattr__(self, "shared_layers", tuple(tuple(int(i) for i in group) for group in self.shared_layers))
+        object.__setattr__(self, "dense_layers", _layers("dense_layers", self.dense_layers))
+        object.__setattr__(self, "shared_layers", tuple(_layers("shared_layers", group) for group in self.shared_layers))
         self._check_groups()
 
     def _check_groups(self) -> None:
         """A layer is in one group at most, and not dense too; a group has its first layer first."""
         for group in self.shared_layers:
-            if len(group) < 2 or list(group) != sorted(set(group)) or group[0] < 0:
+            if len(group) < 2 or list(group) != sorted(set(group)):
                 raise ValueError(f"SparseConfig.shared_layers must be groups of two or more ascending layers, got {group}")
         named = [*self.dense_layers, *(layer for group in self.shared_layers for layer in group)]
         twice = sorted({layer for layer in named if named.count(layer) > 1})
@@ -129,3 +153,22 @@ class SparseConfig:
     def pages_kept(self) -> int:
         """K, the pages kept per list."""
         return -(-self.token_budget // self.page_size)
+
+
+def _layers(name: str, given: Iterable[int]) -> tuple[int, ...]:
+    """Layer indices as a tuple of ints."""
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise TypeError(f"SparseConfig.{name} must hold tuples of layer indices, got {given!r}")
+    layers = tuple(given)
+    for layer in layers:
+        if isinstance(layer, bool) or not isinstance(layer, SupportsIndex):
+            raise TypeError(f"SparseConfig.{name} must hold ints, got {layer!r} in it")
+        if operator.index(layer) < 0:
+            raise ValueError(f"SparseConfig.{name} counts layers from 0, got {layer}; name the last one by its index")
+    return tuple(operator.index(layer) for layer in layers)
+
+
+def check_config(config: object) -> None:
+    """Refuse what is no :class:`SparseConfig`."""
+    if not isinstance(config, SparseConfig):
+        raise TypeError(f"config must be a SparseConfig, got {type(config).__name__}")

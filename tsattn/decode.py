@@ -95,7 +95,8 @@ def sparse_decode(
     q, k_cache, v_cache, page_table, seq_lens, softmax_scale, softcap, sinks, k_scale, v_scale, out, impl
         As in :func:`tsattn.attend_pages`. Pages are ranked by their uncapped scores: a cap keeps their order.
     page_stats : torch.Tensor
-        [num_pages, HKV, M, D], kept up to date by :func:`append_kv`, of ``config.kind``.
+        [num_pages, HKV, M, D], kept up to date by :func:`append_kv`, written with ``config.kind``: statistics of another kind
+        with the same M can't be told apart, and give wrong pages and a false bound. (:meth:`PagedKVCache.sparse_decode` knows.)
     config : SparseConfig
         What to keep.
     return_lse, return_selection, return_bound : bool
@@ -109,9 +110,30 @@ def sparse_decode(
     torch.Tensor or named tuple
         The output [R, HQ, D], or a named tuple with the fields asked for, in the order out, lse, selection, bound.
 
+    Raises
+    ------
+    ValueError, TypeError
+        For a wrong argument, by name, before anything is written.
+
     Notes
     -----
-    A row with at most ``config.token_budget`` tokens keeps all its pages and gives the bits of :func:`dense_decode`.
+    A row with at most ``config.token_budget`` tokens keeps all its pages and gives the bits of :func:`dense_decode`. An fp8
+    cache without scales has scale 1; ``config.dense_layers`` means nothing here.
+
+    Examples
+    --------
+    >>> import torch, tsattn
+    >>> config = tsattn.SparseConfig(token_budget=128)
+    >>> k_cache, v_cache = torch.randn(2, 64, config.page_size, 2, 32)
+    >>> page_table, seq_lens = torch.arange(64, dtype=torch.int32).view(2, 32), torch.tensor([500, 90], dtype=torch.int32)
+    >>> page_stats = torch.empty(64, 2, config.vectors, 32)
+    >>> tsattn.rebuild_page_stats(k_cache, page_stats, page_table, seq_lens, kind=config.kind)
+    >>> pools = k_cache, v_cache, page_stats
+    >>> result = tsattn.sparse_decode(
+    ...     torch.randn(2, 8, 32), *pools, page_table, seq_lens, config=config, return_selection=True
+    ... )
+    >>> result.out.shape, result.selection.page_counts.tolist()
+    (torch.Size([2, 8, 32]), [[8, 8], [6, 6]])
     """
     check_step(q, k_cache, v_cache, page_stats, page_table, seq_lens, config, out, softcap, sinks)
     if config.reselect_every > 1:

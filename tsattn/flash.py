@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tsattn import checks, contents
-from tsattn.config import SparseConfig
+from tsattn.config import SparseConfig, check_config
 from tsattn.decode import sparse_decode
 from tsattn.ops import append_kv, rebuild_page_stats
 
@@ -18,17 +18,22 @@ _REFUSED: dict[str, Any] = {
     "qv": None,
     "rotary_cos": None,
     "rotary_sin": None,
+    "rotary_seqlens": None,
     "cache_batch_idx": None,
     "cache_leftpad": None,
     "alibi_slopes": None,
     "cu_seqlens_q": None,
     "cu_seqlens_k_new": None,
+    "max_seqlen_q": None,
+    "q_descale": None,
     "dropout_p": 0.0,
-    "softcap": 0.0,
+    "attention_chunk": 0,
     "window_size": (-1, -1),
 }
 # Arguments that only say how to compute, not what.
 _IGNORED = ("num_splits", "rotary_interleaved", "scheduler_metadata", "pack_gqa", "sm_margin")
+# FlashAttention 3's names for what has another one here.
+_OTHER_NAMES = {"page_table": "block_table", "k_descale": "k_scale", "v_descale": "v_scale"}
 
 
 def _paged(cache: Tensor, block_table: Tensor | None, page_size: int, name: str) -> Tensor:
@@ -108,6 +113,7 @@ def sparse_attn_with_kvcache(
     config: SparseConfig | None = None,
     softmax_scale: float | None = None,
     causal: bool = True,
+    softcap: float = 0.0,
     k_scale: float | Tensor | None = None,
     v_scale: float | Tensor | None = None,
     return_softmax_lse: bool = False,
@@ -126,8 +132,10 @@ def sparse_attn_with_kvcache(
     k, v : torch.Tensor, optional
         [B, Snew, HKV, D], appended at ``cache_seqlens`` before attention.
     page_stats : torch.Tensor, optional
-        [num_pages, HKV, M, D], kept between calls; appended tokens update it. None computes the statistics of the whole
-        cache in this call, which reads every key: right for a first try, not for speed.
+        [num_pages, HKV, M, D] of ``config.kind``, kept between calls; appended tokens update it. It must describe what the
+        cache holds: for a cache that was filled by other means fill it once with :func:`tsattn.rebuild_page_stats`; zeros
+        there choose the wrong pages, without an error. None computes the statistics of all pages in the call and forgets
+        them: the same result, but every key is read, so it is right for a first try, not for speed.
     cache_seqlens : int or torch.Tensor
         Tokens in the cache before k and v are appended, one number or [B] int32.
     block_table : torch.Tensor, optional
@@ -135,11 +143,12 @@ def sparse_attn_with_kvcache(
     token_budget : int
         Tokens that each KV head attends to. Ignored if ``config`` is given.
     config : SparseConfig, optional
-        Everything else; default ``SparseConfig(page_size=S, token_budget=token_budget)``. ``page_size`` is the cache's.
+        Everything else; default ``SparseConfig(page_size=S, token_budget=token_budget)``. With a block table the page size is
+        the cache's S, whatever ``config.page_size`` says; without one rows are cut into pages of ``config.page_size``.
     causal : bool
         Query i of Sq sees all but the last Sq - 1 - i tokens. False: every query sees all.
-    softmax_scale, k_scale, v_scale, impl
-        As in :func:`tsattn.attend_pages`.
+    softmax_scale, softcap, k_scale, v_scale, impl
+        As in :func:`tsattn.attend_pages`. An fp8 cache without scales has scale 1.
     return_softmax_lse : bool
         Also return the natural-log LSE, [B, HQ, Sq] fp32 as FlashAttention does.
     out : torch.Tensor, optional
@@ -152,8 +161,40 @@ def sparse_attn_with_kvcache(
 
     Raises
     ------
-    ValueError
-        For an option of ``flash_attn_with_kvcache`` that is not served (rotary, alibi, a window, ...), by name.
+    ValueError, TypeError
+        Before anything is appended: for a wrong argument, and for an option of ``flash_attn_with_kvcache`` that is not served,
+        by name.
+
+    Notes
+    -----
+    Differences from ``flash_attn_with_kvcache`` of FlashAttention 2 and 3:
+
+    - Lossy when a row is longer than the budget. Each of several queries (Sq > 1) selects its own pages; a prompt is better
+      read densely.
+    - ``causal`` is True by default, FlashAttention's is False. With Sq = 1 they are the same.
+    - ``cache_seqlens`` is required; FlashAttention takes None for the whole cache. Arguments behind ``v`` are keyword-only.
+    - FlashAttention 3's ``page_table``, ``k_descale``, ``v_descale`` are ``block_table``, ``k_scale``, ``v_scale``, and a scale
+      is one number or [HKV], not [B, HKV].
+    - Refused unless they say nothing: rotary embedding (q and k come after RoPE), ``window_size``, ``attention_chunk``,
+      ``cache_batch_idx``, ``cache_leftpad``, ``alibi_slopes``, ``qv``, ``q_descale``, packed queries (``cu_seqlens_q``,
+      ``cu_seqlens_k_new``, ``max_seqlen_q``), dropout.
+    - Ignored: ``num_splits``, ``scheduler_metadata``, ``pack_gqa``, ``sm_margin``, ``rotary_interleaved``.
+    - ``return_softmax_lse`` returns (out, lse), as FlashAttention 2; version 3 returns two more values. The LSE is over the
+      tokens that were read.
+    - Any page size (FlashAttention 2: multiples of 256); keys and values have one head dim, at most 256.
+    - Without a block table rows must be whole pages that follow each other in memory.
+
+    Examples
+    --------
+    >>> import torch, tsattn
+    >>> k_cache, v_cache = torch.randn(2, 64, 16, 2, 32)
+    >>> block_table = torch.arange(64, dtype=torch.int32).view(2, 32)
+    >>> page_stats, seqlens = torch.empty(64, 2, 2, 32), torch.tensor([400, 300], dtype=torch.int32)
+    >>> tsattn.rebuild_page_stats(k_cache, page_stats, block_table, seqlens, kind="means")  # once: the cache is filled already
+    >>> q, k, v = torch.randn(2, 1, 8, 32), torch.randn(2, 1, 2, 32), torch.randn(2, 1, 2, 32)
+    >>> options = {"page_stats": page_stats, "cache_seqlens": seqlens, "block_table": block_table, "token_budget": 128}
+    >>> tsattn.sparse_attn_with_kvcache(q, k_cache, v_cache, k, v, **options).shape
+    torch.Size([2, 1, 8, 32])
     """
     _refuse(flash_options)
     for name, value in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
@@ -162,8 +203,8 @@ def sparse_attn_with_kvcache(
         _tensor(name, given, optional=True)
     if q.dim() != 4:
         raise ValueError(f"q must have shape [B, Sq, HQ, D], got {list(q.shape)}")
-    if config is not None and not isinstance(config, SparseConfig):
-        raise TypeError(f"config must be a SparseConfig, got {type(config).__name__}")
+    if config is not None:
+        check_config(config)
     batch, queries, heads_q, dim = q.shape
     if block_table is not None and k_cache.dim() == 4:
         page_size = k_cache.shape[1]
@@ -207,7 +248,7 @@ def sparse_attn_with_kvcache(
         table = block_table.repeat_interleave(queries, dim=0)
     # All that can be wrong is refused here: nothing is appended by a call that fails.
     checks.decode(k_pages, page_stats, page_size, config.kind, config.vectors)
-    checks.attend(rows, k_pages, v_pages, table, lengths, None, None, softcap=0.0, sinks=None, window=None)
+    checks.attend(rows, k_pages, v_pages, table, lengths, None, None, softcap=softcap, sinks=None, window=None)
     checks.softmax_scale_of(softmax_scale, dim)
     k_scale, v_scale = checks.scale_of("k_scale", k_scale, k_pages), checks.scale_of("v_scale", v_scale, v_pages)
     _look(before, count, lengths, table, page_size, k_pages.shape[0])
@@ -235,6 +276,7 @@ def sparse_attn_with_kvcache(
         lengths,
         config=config,
         softmax_scale=softmax_scale,
+        softcap=softcap,
         k_scale=k_scale,
         v_scale=v_scale,
         return_lse=True,
@@ -255,8 +297,11 @@ def _refuse(options: dict[str, Any]) -> None:
     for name, value in options.items():
         if name in _IGNORED:
             continue
+        if name in _OTHER_NAMES:
+            raise TypeError(f"sparse_attn_with_kvcache calls {name} {_OTHER_NAMES[name]}, as FlashAttention 2 or tsattn do")
         if name not in _REFUSED:
             raise TypeError(f"sparse_attn_with_kvcache has no argument {name!r}")
         nothing = _REFUSED[name]
+        value = tuple(value) if isinstance(value, list) else value
         if value is not None and (isinstance(value, Tensor) or value != nothing):
             raise ValueError(f"sparse_attn_with_kvcache does not serve {name}; leave it at {nothing!r}")

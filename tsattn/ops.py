@@ -45,7 +45,7 @@ def append_kv(
     kind : str
         What the statistics are, see :mod:`tsattn.summaries`.
     k_scale, v_scale : float or torch.Tensor, optional
-        Dequantisation scale of a quantised cache, one number or fp32 [HKV].
+        Dequantisation scale of a quantised cache, one number or fp32 [HKV]; fp8 without one has scale 1.
     impl : str
         "auto", "triton", "torch" or "reference".
 
@@ -197,7 +197,7 @@ def select_pages(
         Keep the smallest set of best pages whose share of the row's sum of exp(score) reaches ``top_p``, within the budget
         and never without the forced pages. 1 leaves out nothing.
     sink_pages, recent_pages : int
-        The first and the last pages are kept whatever their score; if they don't fit in K, the newest win.
+        The first and last pages, kept whatever their score (:class:`SparseConfig` has 4 recent ones); the newest win.
     out : PageSelection, optional
         Buffers to write into; their width is K where ``budget`` is not an int.
     workspace : DecodeWorkspace, optional

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tsattn.attention import attend_pages
 from tsattn.config import SparseConfig
-from tsattn.decode import budgets_of, check_step, results_of
+from tsattn.decode import budgets_of, check_step, results_of, sparse_decode
 from tsattn.ops import score_pages, select_pages
 from tsattn.selection import PageSelection
 from tsattn.workspace import list_width
@@ -96,36 +96,47 @@ class SelectionState:
             Also if the number of rows is not that of the scores, see :meth:`forget`.
         """
         config = self.config
-        check_step(q, k_cache, v_cache, page_stats, page_table, seq_lens, config, out, softcap, sinks)
-        if self._scores is None or self._age >= config.reselect_every:
-            scores = score_pages(
-                q,
-                page_stats,
-                page_table,
-                seq_lens,
-                page_size=config.page_size,
-                kind=config.kind,
-                box_scale=config.box_scale,
-                softmax_scale=softmax_scale,
-                group_reduce=config.group_reduce,
-                impl=impl,
-            )
-            age, scored = 1, 1
-        else:
-            scores, age, scored = self._widened(q.shape[0], page_table.shape[1]), self._age + 1, 0
-        selection = self._select(scores, page_table, seq_lens, impl)
-        attention: dict[str, Any] = {
+        paged = page_table, seq_lens
+        options: dict[str, Any] = {
             "softmax_scale": softmax_scale,
             "softcap": softcap,
             "sinks": sinks,
             "k_scale": k_scale,
             "v_scale": v_scale,
+            "return_lse": True,
+            "out": out,
+            "impl": impl,
         }
-        paged = page_table, seq_lens
-        result, lse = attend_pages(q, k_cache, v_cache, *paged, selection, return_lse=True, out=out, impl=impl, **attention)
-        self._scores, self.selection, self._age = scores, selection, age
-        self.steps, self.scored = self.steps + 1, self.scored + scored
+        if config.reselect_every == 1:
+            step = sparse_decode(q, k_cache, v_cache, page_stats, *paged, config=config, return_selection=True, **options)
+            result, lse, selection, scores, is_scored = step.out, step.lse, step.selection, None, True
+        else:
+            check_step(q, k_cache, v_cache, page_stats, *paged, config, out, softcap, sinks)
+            is_scored = self._scores is None or self._age >= config.reselect_every
+            ranking = q, page_stats, *paged
+            scores = self._score(*ranking, softmax_scale, impl) if is_scored else self._widened(q.shape[0], page_table.shape[1])
+            selection = self._select(scores, page_table, seq_lens, impl)
+            result, lse = attend_pages(q, k_cache, v_cache, *paged, selection, **options)
+        self._scores, self.selection, self._age = scores, selection, 1 if is_scored else self._age + 1
+        self.steps, self.scored = self.steps + 1, self.scored + is_scored
         return results_of(result, lse if return_lse else None, selection if return_selection else None, None)
+
+    def _score(
+        self, q: Tensor, page_stats: Tensor, page_table: Tensor, seq_lens: Tensor, scale: float | None, impl: str
+    ) -> Tensor:
+        config = self.config
+        return score_pages(
+            q,
+            page_stats,
+            page_table,
+            seq_lens,
+            page_size=config.page_size,
+            kind=config.kind,
+            box_scale=config.box_scale,
+            softmax_scale=scale,
+            group_reduce=config.group_reduce,
+            impl=impl,
+        )
 
     def _widened(self, rows: int, num_cells: int) -> Tensor:
         """The scores as they were, in a row for the pages there are now."""

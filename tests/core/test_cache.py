@@ -29,7 +29,7 @@ def tokens(*shape, seed=0):
 
 def state(cache):
     """Everything that callers can see."""
-    live = sorted(cache._sequences)
+    live = sorted(cache._book.sequences)
     table, lens = cache.tables(live)
     held = {seq: (cache.length(seq), cache.pages(seq)) for seq in live}
     owners = [cache.owners(page) for page in range(cache.num_pages)]

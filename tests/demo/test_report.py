@@ -115,6 +115,72 @@ def test_the_picture_is_drawn_for_many_layers_and_uneven_steps(tmp_path):
         assert (tmp_path / "sub" / "p.png").stat().st_size > 1000
 
 
+def test_long_titles_and_many_steps_stay_readable(tmp_path, recwarn):
+    """No warning of matplotlib's (a layout that can't be made), and as many labels as have room."""
+    pytest.importorskip("matplotlib")
+    for steps in (40, 70):
+        records = [
+            measure.StepRecord(layer, step, torch.rand(300), torch.rand(300) < 0.1, 0.5)
+            for layer in range(3)
+            for step in range(steps)
+        ]
+        labels = [picture.label_of(f" token{step}" * (1 + step % 5)) for step in range(steps)]
+        panels = [picture.Panel(f"{name}: {'a very long answer ' * 20}", records, labels, 16) for name in ("tsattn", "paper")]
+        picture.draw(tmp_path / "p.png", panels, title="a title " * 60, needle=(100, 140))
+        assert [str(w.message) for w in recwarn] == []
+        width, height = (int.from_bytes((tmp_path / "p.png").read_bytes()[at : at + 4]) for at in (16, 20))
+        assert 1500 < width < 3000
+        assert height < 3000
+
+
+@pytest.mark.parametrize("steps", [1, 11, 32, 33, 64, 65, 300])
+def test_labels_on_the_axis_keep_apart(steps):
+    shown = picture.labelled_steps(steps)
+    assert shown[0] == 0
+    assert len(shown) <= 32
+    assert steps > 32 or len(shown) == steps
+
+
+def test_long_answers_follow_the_table_in_full():
+    short, long = row("12345.", None), row("It was late, and nobody had\nthought of the lamp.", None)
+    assert report.full_answers([short]) == ""
+    assert "…" in report.table([short, long])
+    text = report.full_answers([short, long])
+    assert "12345." in text
+    assert "It was late, and nobody had\n       thought of the lamp.\n" in text
+
+
+def sparse_row(mass, speed):
+    return report.Row("paper", "1", None, 10.0, 0.1, 1.0, speed, mass)
+
+
+def test_a_certificate_that_says_nothing_says_so():
+    assert report.certificate(sparse_row(0.5, 2.0), None) == ""
+    assert "at most 40.00% of the attention mass was not read; it was 12.50%" in report.certificate(sparse_row(0.875, 2.0), 0.4)
+    words = report.certificate(sparse_row(0.5, 2.0), 0.99999)
+    assert "says nothing here" in words
+    assert "50.0% of it does" in words
+    assert "100.00%" not in words
+
+
+def test_a_covering_budget_leaves_no_negative_mass():
+    for mass in (1.0, 1.0000001):
+        assert "everything was read" in report.certificate(sparse_row(mass, 1.0), 0.0)
+        assert "-0" not in report.certificate(sparse_row(mass, 1.0), 0.3)
+
+
+def test_times_say_how_they_were_taken(monkeypatch):
+    threads = {"bmm": 1, "tsattn": 2}
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    text = report.how_timed(SECONDS, threads, [sparse_row(0.5, 2.0)], 3)
+    assert "3 full-attention layers" in text
+    assert "over the best dense way here, sdpa grouped rows" in text
+    assert "with one thread and with 2, and its better time counts" in text
+    assert "Slower" not in text
+    assert "Slower than dense here: paper." in report.how_timed(SECONDS, threads, [sparse_row(0.5, 0.7)], 3)
+    assert "thread" not in report.how_timed(SECONDS, dict.fromkeys(threads, 0), [sparse_row(0.5, 2.0)], 3)
+
+
 def test_the_faster_thread_count_counts_and_threads_are_put_back(monkeypatch):
     times = {1: {"bmm": 2.0, "tsattn": 1.0}, 3: {"bmm": 1.5, "tsattn": 4.0}}
     monkeypatch.setattr(measure, "_take_turns", lambda ways, device: times[torch.get_num_threads()])

@@ -111,6 +111,19 @@ def test_lists_per_query_head_count_a_page_once():
     assert 2 * 2 * per_head <= handle.stats()["pages_read"] <= 2 * 2 * 2 * per_head
 
 
+@pytest.mark.parametrize(("name", "layers"), [("llama", (2,)), ("llama", (0, 99)), ("gemma3", (0,))])
+def test_dense_layers_that_are_no_full_attention_layers_are_refused(name, layers):
+    """Too large an index, and a layer with a sliding window: both would be ignored."""
+    model, config = build(name), SparseConfig(dense_layers=layers)
+    full = {"llama": r"\[0, 1\] \(of 2\)", "gemma3": r"\[1, 3\] \(of 4\)"}[name]
+    with pytest.raises(ValueError, match=rf"dense_layers names \[{layers[-1]}\], .* are {full}"):
+        hf.make_cache(model.config, config)
+    before = model.config._attn_implementation
+    with pytest.raises(ValueError, match="dense_layers names"), hf.sparse(model, config):
+        pass
+    assert model.config._attn_implementation == before
+
+
 def test_dense_layers_read_everything():
     model = build("llama")
     ids, mask = prompts([100])

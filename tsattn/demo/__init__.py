@@ -1,5 +1,6 @@
 """``python -m tsattn demo``: a real model reads a long text and answers, densely and over selected pages.
 
-``cli`` holds the options and the order of events; ``model`` fetches the model; ``haystack`` builds the text; ``answers`` reads
-it and decodes; ``measure`` times attention and weighs what was read; ``report`` and ``picture`` show the result.
+``options`` holds the options and their checks, ``cli`` the order of events; ``model`` fetches the model; ``haystack`` builds
+the text; ``answers`` reads it and decodes; ``measure`` times attention and weighs what was read; ``report`` and ``picture``
+show the result.
 """

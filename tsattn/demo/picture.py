@@ -14,6 +14,9 @@ from numpy.typing import NDArray
 from tsattn.demo.measure import StepRecord
 
 _MOST_LAYERS = 6
+_MOST_LABELS = 32
+"""Steps that get a label of their own; of more, every second, third, ... has one."""
+_LONGEST_LABEL, _LONGEST_PANEL_TITLE, _LONGEST_TITLE = 12, 80, 150
 _READ_IN_VAIN = 0.3
 """Where the orange of a page that was read and has no attention begins on the colour map (0 would be white)."""
 
@@ -30,7 +33,17 @@ class Panel:
 
 def label_of(token: str) -> str:
     """A token's text on an axis: white space made visible."""
-    return token.replace("\n", "\\n").replace(" ", "␣") or "∅"
+    return shortened(token.replace("\n", "\\n").replace(" ", "␣"), _LONGEST_LABEL) or "∅"
+
+
+def shortened(text: str, most: int) -> str:
+    """At most ``most`` characters of a text."""
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
+def labelled_steps(steps: int) -> range:
+    """The steps that have a label: all, or every n-th so that they stay apart."""
+    return range(0, steps, -(-steps // _MOST_LABELS))
 
 
 def draw(path: Path, panels: list[Panel], *, title: str, needle: tuple[int, int] | None) -> None:
@@ -47,7 +60,7 @@ def draw(path: Path, panels: list[Panel], *, title: str, needle: tuple[int, int]
     layers = sorted({record.layer for panel in panels for record in panel.records})
     if len(layers) > _MOST_LAYERS:
         layers = [layers[round(i * (len(layers) - 1) / (_MOST_LAYERS - 1))] for i in range(_MOST_LAYERS)]
-    steps = max(len(panel.labels) for panel in panels)
+    steps = min(max(len(panel.labels) for panel in panels), _MOST_LABELS)
     size = (10.5 * len(panels), 2.2 + len(layers) * (0.9 + 0.17 * steps))
     figure, axes = plt.subplots(len(layers), len(panels), figsize=size, squeeze=False, layout="constrained")
     pages = max(record.mass.shape[0] for panel in panels for record in panel.records)
@@ -65,7 +78,13 @@ def draw(path: Path, panels: list[Panel], *, title: str, needle: tuple[int, int]
             for edge in needle or ():
                 axis.axvline(edge, color="black", linewidth=1.0, linestyle=(0, (2, 2)))
         axes[0][column].annotate(
-            panel.title, (0.5, 1.0), (0, 26), "axes fraction", textcoords="offset points", ha="center", fontsize=13
+            shortened(panel.title, _LONGEST_PANEL_TITLE),
+            (0.5, 1.0),
+            (0, 26),
+            "axes fraction",
+            textcoords="offset points",
+            ha="center",
+            fontsize=13,
         )
     assert drawn is not None
     for image, label in zip(drawn, ("attention mass of a page not read", "attention mass of a page read"), strict=True):
@@ -76,7 +95,7 @@ def draw(path: Path, panels: list[Panel], *, title: str, needle: tuple[int, int]
     if needle is not None:
         legend.append(Line2D([], [], color="black", linestyle=(0, (2, 2)), label="the needle lies between these lines"))
     figure.legend(handles=legend, loc="outside lower center", ncols=len(legend), fontsize=11, frameon=False)
-    figure.suptitle(title, fontsize=14)
+    figure.suptitle(shortened(title, _LONGEST_TITLE), fontsize=14)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     plt.close(figure)
@@ -99,7 +118,10 @@ def _draw_layer(axis: Any, panel: Panel, layer: int, norm: LogNorm, blues: Color
         f"{covered:.0%} of the attention mass covered",
         fontsize=10,
     )
-    axis.set_yticks(np.arange(len(panel.labels)) + 0.5, panel.labels, fontsize=8, family="monospace")
+    shown_steps = labelled_steps(len(panel.labels))
+    axis.set_yticks(
+        [step + 0.5 for step in shown_steps], [panel.labels[step] for step in shown_steps], fontsize=8, family="monospace"
+    )
     return images[0], images[1]
 
 

@@ -77,14 +77,26 @@ def make_row(
     )
 
 
-_HEAD = ("method", "answer", "right?", "KV tokens / step, layer", "share", "attention / step", "speed-up", "mass covered")
+_HEAD = (
+    "method",
+    "answer",
+    "right?",
+    "KV tokens per step, layer",
+    "share of the cache",
+    "attention per step",
+    "speed-up",
+    "mass covered",
+)
+_WIDEST_ANSWER = 24
+_SAYS_NOTHING = 0.99
+"""A bound on the unread mass above this is as good as none."""
 
 
 def table(rows: list[Row]) -> str:
-    """The rows as aligned text."""
+    """The rows as aligned text; an answer that is too long for its column is cut, see :func:`full_answers`."""
     cells = [_HEAD]
     for row in rows:
-        shown = row.answer if len(row.answer) <= 24 else row.answer[:23] + "…"
+        shown = row.answer if len(row.answer) <= _WIDEST_ANSWER else row.answer[: _WIDEST_ANSWER - 1] + "…"
         cells.append(
             (
                 row.method,
@@ -105,6 +117,50 @@ def table(rows: list[Row]) -> str:
         lines.append("  ".join(left + right).rstrip())
     lines.insert(1, "  ".join("-" * width for width in widths))
     return "\n".join(lines)
+
+
+def full_answers(rows: list[Row]) -> str:
+    """All answers in full, if the table had to cut one of them; else nothing."""
+    if all(len(row.answer) <= _WIDEST_ANSWER for row in rows):
+        return ""
+    width = max(len(row.method) for row in rows)
+    indent = " " * (width + 2)
+    lines = [f"{row.method.ljust(width)}  {row.answer.replace(chr(10), chr(10) + indent)}" for row in rows]
+    return "\n".join(["", "Answers in full:", *lines, ""])
+
+
+def certificate(row: Row, bound: float | None) -> str:
+    """What the min/max statistics guarantee of the mass that was not read, beside what was not read."""
+    if bound is None:
+        return ""
+    unread = max(0.0, 1.0 - row.mass)
+    if unread == 0.0 and bound == 0.0:
+        return f"Certificate of {row.method}: everything was read.\n"
+    if bound > _SAYS_NOTHING:
+        return (
+            f"Certificate of {row.method}: the bound says nothing here. The boxes of the pages that were not read would allow "
+            f"nearly all of the attention mass to lie there; {unread:.1%} of it does.\n"
+        )
+    return f"Certificate of {row.method}: at most {bound:.2%} of the attention mass was not read; it was {unread:.2%}.\n"
+
+
+def how_timed(seconds: dict[str, float], threads: dict[str, int], rows: list[Row], layers: int) -> str:
+    """What the times are of, how they were taken, and what the speed-up is over."""
+    best = min(DENSE_WAYS, key=lambda way: seconds[way])
+    ways = ", ".join(f"{way} {seconds[way] * 1e3:.2f} ms" for way in DENSE_WAYS)
+    text = f"Attention is that of the {layers} full-attention layers; the speed-up is over the best dense way here, {best} "
+    text += f"({ways}).\n"
+    if any(threads.values()):
+        most = torch.get_num_threads()
+        tried = f"with one thread and with {most}, and its better time counts" if most > 1 else "with one thread"
+        text += f"Every way is timed {tried}; a time is the lower quartile of many turns.\n"
+    slower = [row.method for row in rows if row.times_best_dense < 1.0]
+    if slower:
+        text += (
+            f"Slower than dense here: {', '.join(slower)}. Choosing pages has a fixed cost per step, which a text this short "
+            "doesn't pay back on this machine.\n"
+        )
+    return text
 
 
 def machine(device: torch.device) -> dict[str, Any]:

@@ -40,13 +40,14 @@ from transformers.masking_utils import sdpa_mask
 
 from tsattn import SparseConfig
 from tsattn.integrations.hf_attention import tsattn_attention
-from tsattn.integrations.hf_cache import SparseCache, build_cache
+from tsattn.integrations.hf_build import build_cache
+from tsattn.integrations.hf_cache import SparseCache
 from tsattn.integrations.hf_stats import DecodeTrace, Recorder
 
 NAME = "tsattn"
 """The attention implementation's name in Transformers."""
 
-__all__ = ["NAME", "Handle", "SparseCache", "cache_argument", "make_cache", "register", "sparse"]
+__all__ = ["NAME", "DecodeTrace", "Handle", "SparseCache", "cache_argument", "make_cache", "register", "sparse"]
 
 
 def register() -> None:
@@ -78,6 +79,11 @@ def make_cache(
         full layers are copied into pages, sliding layers are snapshots.
     attention_mask : Tensor, optional
         [B, L] mask of ones and zeros that ``from_cache`` was filled with. Needed when its rows are padded.
+
+    Raises
+    ------
+    ValueError
+        If the model has no full-attention layer, ``dense_layers`` names another layer, or ``from_cache`` isn't this model's.
     """
     register()
     return build_cache(model_config, sparse_config, Recorder(), from_cache, attention_mask)
@@ -138,6 +144,24 @@ def sparse(model: PreTrainedModel, sparse_config: SparseConfig, *, trace: bool =
     Yields
     ------
     Handle
+
+    Raises
+    ------
+    ValueError, TypeError, RuntimeError
+        On entering: for a model that can't be served, for ``dense_layers`` that are no full-attention layers of it, for one
+        that is inside such a block already. What a call asks for and pages can't give is refused by that call.
+
+    Examples
+    --------
+    >>> import torch, transformers
+    >>> from tsattn import SparseConfig
+    >>> from tsattn.integrations import hf
+    >>> sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    >>> model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=64, **sizes)).eval()
+    >>> with hf.sparse(model, SparseConfig(token_budget=64)) as handle:
+    ...     tokens = model.generate(torch.randint(3, 64, (1, 200)), max_new_tokens=4, min_new_tokens=4, do_sample=False)
+    >>> tokens.shape, handle.stats()["steps"]
+    (torch.Size([1, 204]), 3)
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"sparse() takes a Transformers model, got {type(model).__name__}")

@@ -71,24 +71,22 @@ def _decode(layer: PagedLayer, query: Tensor, scale: float, softcap: float, sink
     assert pool is not None
     page_table, seq_lens = pool.tables(layer.seqs)
     caches = (query, pool.k_cache, pool.v_cache)
+    options: dict[str, Any] = {"softmax_scale": scale, "softcap": softcap, "sinks": sinks}
     out: Tensor
     selection: PageSelection | None = None
+    scored = False
     if layer.layer_idx in config.dense_layers:
-        out = tsattn.dense_decode(  # type: ignore[assignment]
-            *caches, page_table, seq_lens, softmax_scale=scale, softcap=softcap, sinks=sinks
-        )
+        out = tsattn.dense_decode(*caches, page_table, seq_lens, **options)  # type: ignore[assignment]
+    elif layer.leader is not None:
+        selection = layer.leader.state.selection
+        assert selection is not None, "layers run in their order, and the first of a group comes first"
+        out = tsattn.attend_pages(*caches, page_table, seq_lens, selection, **options)  # type: ignore[assignment]
     else:
-        out, selection = tsattn.sparse_decode(
-            *caches,
-            pool.page_stats,
-            page_table,
-            seq_lens,
-            config=config,
-            softmax_scale=scale,
-            softcap=softcap,
-            sinks=sinks,
-            return_selection=True,
+        before = layer.state.scored
+        out, selection = layer.state.sparse_decode(
+            *caches, pool.page_stats, page_table, seq_lens, return_selection=True, **options
         )
+        scored = layer.state.scored > before
     layer.recorder.decode(
         layer.layer_idx,
         query,
@@ -96,6 +94,7 @@ def _decode(layer: PagedLayer, query: Tensor, scale: float, softcap: float, sink
         selection,
         page_size=config.page_size,
         kv_heads=pool.k_cache.shape[2],
+        scored=scored,
         path=tsattn.last_path("attend") or "",
         softmax_scale=scale,
         softcap=softcap,

@@ -10,15 +10,14 @@ Lengths that Transformers sees count padded columns; pages and statistics hold r
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from tsattn import PagedKVCache, SparseConfig
+from tsattn import PagedKVCache, SelectionState, SparseConfig
 from tsattn.integrations.hf_mask import MaskReader, move_left
 from tsattn.integrations.hf_pending import PendingTensor
 from tsattn.integrations.hf_stats import Recorder
@@ -47,6 +46,13 @@ class PagedLayer(DynamicLayer):  # type: ignore[misc]
         Shared by the layers of a cache: a mask is read once per forward pass, a refused call leaves nothing in any layer.
     recorder : Recorder
         Receives what decode steps read.
+
+    Attributes
+    ----------
+    state : SelectionState
+        What decode steps remember of their selection.
+    leader : PagedLayer or None
+        The layer whose selection this one reads, see ``SparseConfig.shared_layers``.
     """
 
     def __init__(self, config: SparseConfig, layer_idx: int, masks: MaskReader, recorder: Recorder, undo: SlidingUndo) -> None:
@@ -62,6 +68,8 @@ class PagedLayer(DynamicLayer):  # type: ignore[misc]
         self.layer_idx = layer_idx
         self.masks, self.undo = masks, undo
         self.recorder = recorder
+        self.state = SelectionState(config)
+        self.leader: PagedLayer | None = None
 
     # -- what Transformers calls ---------------------------------------------------------------------------------------
 
@@ -76,17 +84,8 @@ class PagedLayer(DynamicLayer):  # type: ignore[misc]
         self.dtype, self.device = key_states.dtype, key_states.device
         size = self.config.page_size
         with torch.inference_mode(False):  # a pool made in inference mode could not be written outside of it
-            self.pool = PagedKVCache(
-                max(batch, 1) * -(-(tokens + _FIRST_SLACK) // size),
-                size,
-                heads,
-                head_dim,
-                dtype=self.dtype,
-                stats_dtype=self.config.stats_dtype,
-                kind=self.config.kind,
-                parts=self.config.parts,
-                device=self.device,
-            )
+            pages = max(batch, 1) * -(-(tokens + _FIRST_SLACK) // size)
+            self.pool = PagedKVCache.from_config(self.config, pages, heads, head_dim, dtype=self.dtype, device=self.device)
         self.seqs = list(self.pool.allocate(batch))
         self.pads = [0] * batch
         self.is_initialized = True
@@ -118,6 +117,7 @@ class PagedLayer(DynamicLayer):  # type: ignore[misc]
         if tokens_to_remove == 0 or self.pool is None:
             return
         self._settled("crop")
+        self.state.forget()
         self._length = max(self._length + tokens_to_remove, 0)
         for row, seq in enumerate(self.seqs):
             self.pads[row] = min(self.pads[row], self._length)
@@ -143,6 +143,7 @@ class PagedLayer(DynamicLayer):  # type: ignore[misc]
             self.pool.free(self.seqs)
         self.pool, self.seqs, self.pads = None, [], []
         self._pending, self._length = None, 0
+        self.state.forget()
         self.is_initialized = False
 
     def offload(self) -> None:
@@ -194,6 +195,8 @@ class PagedLayer(DynamicLayer):  # type: ignore[misc]
         self._append(keys, values, [min(new, self._length - pad) for pad in pads])
         self.pads = list(pads)
         self._pending = None
+        if new > 1:
+            self.state.forget()  # its scores know none of these pages
         self.undo.clear()
         return (keys, values) if new == self._length else None
 
@@ -302,6 +305,7 @@ class PagedLayer(DynamicLayer):  # type: ignore[misc]
         self.pool.free([seq for row, seq in enumerate(self.seqs) if row not in used])
         self.pads = [self.pads[row] for row in rows]
         self.seqs = seqs
+        self.state.reorder(torch.tensor(rows, dtype=torch.int64, device=self.device))
 
     def _settled(self, what: str) -> None:
         if self._pending is not None:
@@ -354,47 +358,3 @@ class SparseCache(DynamicCache):  # type: ignore[misc]
     def __iter__(self) -> Iterator[tuple[Tensor | None, Tensor | None, Tensor | None]]:
         for layer in self.layers:
             yield layer.keys, layer.values, getattr(layer, "_sliding_window_tensor", None)
-
-
-def build_cache(
-    model_config: Any, sparse_config: SparseConfig, recorder: Recorder, from_cache: Any, attention_mask: Tensor | None
-) -> SparseCache:
-    """The work of :func:`tsattn.integrations.hf.make_cache`, with the recorder to report to."""
-    cache = SparseCache(config=model_config)
-    masks, cache.undo = MaskReader(), SlidingUndo()
-    paged = 0
-    for index, layer in enumerate(cache.layers):
-        if type(layer) is DynamicLayer:
-            cache.layers[index] = PagedLayer(sparse_config, index, masks, recorder, cache.undo)
-            paged += 1
-    if not paged:
-        kinds = sorted({type(layer).__name__ for layer in cache.layers})
-        raise ValueError(
-            f"this model has no full-attention layer to page (its cache layers are {kinds}): there is nothing for tsattn to do"
-        )
-    cache.sparse_config = sparse_config
-    if from_cache is not None:
-        _adopt(cache, from_cache, attention_mask)
-    return cache
-
-
-def _adopt(cache: SparseCache, source: Any, attention_mask: Tensor | None) -> None:
-    if not isinstance(source, DynamicCache) or len(source.layers) != len(cache.layers):
-        raise ValueError(
-            f"from_cache must be a DynamicCache of the same model ({len(cache.layers)} layers), got "
-            f"{type(source).__name__} with {len(getattr(source, 'layers', []))} layers"
-        )
-    for index, (mine, theirs) in enumerate(zip(cache.layers, source.layers, strict=True)):
-        if isinstance(mine, PagedLayer):
-            if not isinstance(theirs, DynamicLayer) or getattr(theirs, "is_sliding", False):
-                raise ValueError(f"from_cache: layer {index} is a {type(theirs).__name__}, a full DynamicLayer is needed")
-            keys, values = theirs.keys, theirs.values
-            if keys is not None and keys.numel():
-                pads = mine.masks.padding_of(attention_mask, rows=keys.shape[0], columns=keys.shape[2])
-                mine.adopt(keys, values, theirs.pads if isinstance(theirs, PagedLayer) else pads)
-        else:
-            if type(theirs) is not type(mine):
-                raise ValueError(f"from_cache: layer {index} is a {type(theirs).__name__}, expected {type(mine).__name__}")
-            # A sliding layer replaces its tensors and never writes into them, so a shallow copy is a snapshot.
-            shallow = type(theirs) is DynamicSlidingWindowLayer
-            cache.layers[index] = copy.copy(theirs) if shallow else copy.deepcopy(theirs)

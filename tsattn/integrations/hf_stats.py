@@ -32,6 +32,7 @@ class _Counts:
     pages_read: int = 0
     tokens_read: int = 0
     tokens_cached: int = 0
+    steps_scored: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -40,6 +41,7 @@ class _Counts:
             "tokens_read": self.tokens_read,
             "tokens_cached": self.tokens_cached,
             "kv_share": self.tokens_read / self.tokens_cached if self.tokens_cached else 0.0,
+            "steps_scored": self.steps_scored,
         }
 
 
@@ -58,7 +60,7 @@ class Recorder:
     paths: Counter[str] = field(default_factory=Counter)
     dense_chunks: int = 0
     _layers: dict[int, _Counts] = field(default_factory=dict)
-    _waiting: list[tuple[int, int, int, Tensor, PageSelection | None]] = field(default_factory=list)
+    _waiting: list[tuple[int, int, int, Tensor, PageSelection | None, bool]] = field(default_factory=list)
 
     def decode(
         self,
@@ -69,23 +71,25 @@ class Recorder:
         *,
         page_size: int,
         kv_heads: int,
+        scored: bool,
         path: str,
         softmax_scale: float,
         softcap: float,
     ) -> None:
-        """Note one decode step of one layer; ``selection`` None means that every page was read."""
+        """Note one decode step of one layer; ``selection`` None: every page was read, ``scored``: the statistics were too."""
         self.paths[path] += 1
-        self._waiting.append((layer, page_size, kv_heads, seq_lens, selection))
+        self._waiting.append((layer, page_size, kv_heads, seq_lens, selection, scored))
         if self.trace:
             self.traces.append(DecodeTrace(layer, query.detach().clone(), seq_lens.clone(), selection, softmax_scale, softcap))
         if len(self._waiting) >= _FLUSH_EVERY:
             self._flush()
 
     def _flush(self) -> None:
-        for layer, page_size, kv_heads, seq_lens, selection in self._waiting:
+        for layer, page_size, kv_heads, seq_lens, selection, scored in self._waiting:
             counts = self._layers.setdefault(layer, _Counts())
             pages, tokens = pages_and_tokens(selection, seq_lens, page_size=page_size, kv_heads=kv_heads)
             counts.steps += 1
+            counts.steps_scored += scored
             counts.pages_read += pages
             counts.tokens_read += tokens
             counts.tokens_cached += int(seq_lens.sum()) * kv_heads
@@ -99,9 +103,9 @@ class Recorder:
         dict
             ``steps`` (decode steps: forward passes of one token per row), ``layers`` (layer indices served by pages),
             ``pages_read``, ``tokens_read`` and ``tokens_cached`` (sums over steps, layers, rows and KV heads; a page that
-            several query heads of a KV head chose counts once), ``kv_share`` (tokens_read / tokens_cached), ``paths``
-            (implementation that ran -> calls), ``dense_chunks`` (calls of more than one token per row: prefill and
-            verification, computed densely) and ``per_layer``.
+            several query heads of a KV head chose counts once), ``kv_share`` (tokens_read / tokens_cached), ``steps_scored``
+            (steps and layers that read statistics), ``paths`` (implementation that ran -> calls), ``dense_chunks`` (calls of
+            more than one token per row: prefill and verification, computed densely) and ``per_layer``.
         """
         self._flush()
         total = _Counts(steps=max((c.steps for c in self._layers.values()), default=0))
@@ -109,6 +113,7 @@ class Recorder:
             total.pages_read += counts.pages_read
             total.tokens_read += counts.tokens_read
             total.tokens_cached += counts.tokens_cached
+            total.steps_scored += counts.steps_scored
         return {
             **total.as_dict(),
             "layers": sorted(self._layers),
