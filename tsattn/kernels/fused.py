@@ -293,7 +293,7 @@ def sparse_decode(
         k_scale=k_scale,
         v_scale=v_scale,
         scratch=scratch,
-        cache="" if plan == "separate" else ".cg",
+        cache=".cg",
     )
     growing = select.growing()._replace(splits=attend[3])
     with on_device_of(q):

@@ -33,7 +33,7 @@ from tsattn.kernels.launch import (
     scratch_or_new,
     stride_or_zero,
 )
-from tsattn.kernels.primitives import as_operand, cdiv, dot, pages_of, to_f32
+from tsattn.kernels.primitives import as_operand, cdiv, dot, in_pool, pages_of, to_f32
 from tsattn.kernels.score_group import reduce_over_group
 from tsattn.kernels.summary import KIND_CODES, MEANS, MINMAX
 from tsattn.scratch import Scratch
@@ -91,7 +91,9 @@ def _coefficients(q_head, heads, channel, box, t, c, WIDTH: tl.constexpr):
     """Query side of the product, fp32 [heads, channels]; zero for padded heads and channels."""
     mask = (heads < c.G)[:, None] & (channel < WIDTH)[None, :]
     q = to_f32(tl.load(q_head + heads[:, None].to(tl.int64) * t.stride_qh + (channel % c.D)[None, :], mask=mask, other=0))
-    if c.KIND == MINMAX:
+    if c.KIND == MINMAX and not c.SPLIT:  # X = 1: min(q, 0) and max(q, 0), NaN staying NaN
+        return tl.where((channel < c.D)[None, :] == (q > 0.0), 0.0, q)
+    elif c.KIND == MINMAX:
         reach = box * tl.abs(q)
         return tl.where((channel < c.D)[None, :], 0.5 * (q - reach), 0.5 * (q + reach))
     elif c.KIND == MEANS:
@@ -132,11 +134,11 @@ def score_tile(t, c, g, row, head, first, num_used, length):
     r_page = first + r // c.BLOCK_M
     r_part = r % c.BLOCK_M
     table_row = t.page_table + row * g.stride_tr
-    page = tl.load(table_row + r_page.to(tl.int64) * t.stride_tn, mask=r_page < num_used, other=-1).to(tl.int64)
-    r_valid = (page >= 0) & (page < g.num_pages)
+    page = tl.load(table_row + r_page.to(tl.int64) * t.stride_tn, mask=r_page < num_used, other=-1)
+    r_valid = in_pool(page, g.num_pages)
     channel = tl.arange(0, c.BLOCK_W)
     r_load = r_valid & (r_part < c.M) if c.KIND == MEANS else r_valid
-    offset = page * t.stride_pp + head * t.stride_ph + r_part * c.D
+    offset = page.to(tl.int64) * t.stride_pp + head * t.stride_ph + r_part * c.D
     r_mask = r_load[:, None] & (channel < WIDTH)[None, :]
     stats = tl.load(t.page_stats + offset[:, None] + channel[None, :], mask=r_mask, other=0)
     stats = as_operand(stats, element, c.DOT_F32)
