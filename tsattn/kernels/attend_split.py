@@ -185,9 +185,8 @@ def attend_split(t, c, g, span, row, list_head, chunk, split):
         page, slot, visible = _load_tile(t, c, g, span, entries_row, table_row, first, c.BLOCK_T)
         tile = visible[:, None] & (d < c.D)[None, :]
         k_offset = (page * t.stride_kp + slot * t.stride_ks)[:, None] + d[None, :]
-        if c.SAME_STRIDES:  # one set of addresses instead of two
-            v_offset = k_offset
-        else:
+        v_offset = k_offset  # one set of offsets instead of two, mostly
+        if not c.SAME_STRIDES:
             v_offset = (page * t.stride_vp + slot * t.stride_vs)[:, None] + d[None, :]
         k = tl.load(k_head + k_offset, mask=tile, other=0)
         v = tl.load(v_head + v_offset, mask=tile, other=0)
