@@ -235,8 +235,8 @@ def attend_config(q_dtype: torch.dtype, k_dtype: torch.dtype, v_dtype: torch.dty
 
 def max_splits(config: Config, width: int, page_size: int) -> int:
     """Splits that a list of `width` pages may have."""
-    tiles = triton.cdiv(width * page_size, config["BLOCK_T"])
-    return max(1, min(config["MAX_SPLITS"], triton.cdiv(tiles, config["MIN_TILES"])))
+    tiles = -(-width * page_size // config["BLOCK_T"])
+    return max(1, min(config["MAX_SPLITS"], -(-tiles // config["MIN_TILES"])))
 
 
 def partial_pieces(num_rows: int, num_heads: int, splits: int, head_dim: int) -> list[Piece]:
@@ -299,15 +299,23 @@ def attend_arguments(
         v_scale,
         float(softmax_scale),
         float(softcap),
-        *out.stride()[:2],
-        *lse.stride(),
-        *q.stride()[:2],
-        *k_codes.stride()[:3],
-        *v_codes.stride()[:3],
+        out.stride(0),
+        out.stride(1),
+        lse.stride(0),
+        lse.stride(1),
+        q.stride(0),
+        q.stride(1),
+        k_codes.stride(0),
+        k_codes.stride(1),
+        k_codes.stride(2),
+        v_codes.stride(0),
+        v_codes.stride(1),
+        v_codes.stride(2),
         entries.stride(-1),
         page_table.stride(1) if page_table is not None else 0,
         stride_or_zero(seq_lens),
-        *(page_counts.stride() if page_counts is not None else (0, 0)),
+        page_counts.stride(0) if page_counts is not None else 0,
+        page_counts.stride(1) if page_counts is not None else 0,
         stride_or_zero(sinks),
         stride_or_zero(k_scale),
         stride_or_zero(v_scale),

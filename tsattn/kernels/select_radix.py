@@ -259,7 +259,9 @@ def select_two_level(args: SelectArgs, scratch: Scratch) -> None:
     _select_chunk_kernel[(args.num_lists * _chunks(args.num_cells),)](
         chosen, tensors, *growing, args.shape(max_block()), num_warps=config.num_warps
     )
-    _select_merge_kernel[(args.num_lists,)](chosen, chosen.shape[1], tensors, *growing, args.shape(max_candidates()), num_warps=config.num_warps)
+    _select_merge_kernel[(args.num_lists,)](
+        chosen, chosen.shape[1], tensors, *growing, args.shape(max_candidates()), num_warps=config.num_warps
+    )
 
 
 def select_stream(args: SelectArgs, scratch: Scratch) -> None:

@@ -178,7 +178,8 @@ class SelectArgs:
             self.seq_lens.stride(0),
             stride_or_zero(self.budget),
             self.page_ids.stride(2),
-            *self.page_counts.stride(),
+            self.page_counts.stride(0),
+            self.page_counts.stride(1),
             self.page_table.stride(1) if self.page_table is not None else 0,
         )
 

@@ -26,9 +26,7 @@ replace this table.
 from __future__ import annotations
 
 #: (rows * KV heads at most, pages at most, plan): the first entry that holds; "separate" where none does.
-RULES: tuple[tuple[int, int, str], ...] = (
-    (128, 2048, "two"),
-)
+RULES: tuple[tuple[int, int, str], ...] = ((128, 2048, "two"),)
 
 
 def plan_for(row_heads: int, num_cells: int, width: int) -> str:
