@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.kernels.decode_step import FUSED, assert_same_step, decode, small_tiles
+from tests.kernels.decode_step import FUSED, decode, small_tiles
 from tsattn import kernels
 from tsattn.scratch import ALIGNMENT, Scratch
 from tsattn.testing import assert_same_bits, make_case
