@@ -1,7 +1,7 @@
 """Programs of an interpreted launch side by side: a stand-in for a GPU that shows races and waiting, not speed.
 
-Every program runs in a thread of its own, one at a time. At each atomic operation and each barrier the next to go on is drawn by
-lot among the resident ones: the first `residents` that haven't ended, in an order drawn by lot, too.
+Every program runs in a thread of its own, one at a time. At each atomic operation and each barrier the next to go on is drawn
+by lot among the resident ones: the first `residents` that haven't ended, in an order drawn by lot, too.
 """
 
 import contextlib

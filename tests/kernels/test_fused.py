@@ -1,5 +1,6 @@
 """Fused plans: whatever the options, shapes and the order of programs, they give the bits of separate launches."""
 
+import contextlib
 import itertools
 import math
 import random
@@ -10,6 +11,7 @@ from triton.runtime.interpreter import InterpreterBuilder
 
 from tests.kernels.decode_step import FUSED, assert_same_step, decode, new_counters, small_tiles
 from tsattn import kernels
+from tsattn.kernels import fused
 from tsattn.scratch import Scratch
 from tsattn.testing import make_case
 from tsattn.tuning import plans
@@ -189,6 +191,15 @@ def test_a_row_has_the_same_bits_alone_and_in_a_batch(plan):
             alone.q, alone.seq_lens = case.q[r : r + 1], case.seq_lens[r : r + 1]
             alone.page_table = case.page_table[r : r + 1, : -(-int(case.seq_lens[r]) // 16)]
             assert_same_step(decode(alone, plan, **options), [x[r : r + 1] for x in together], plan)
+
+
+@pytest.mark.parametrize("plan", FUSED)
+def test_a_launch_makes_the_device_of_its_tensors_current(plan, monkeypatch):
+    guarded = []
+    case, options = make("plain", (20,))
+    monkeypatch.setattr(fused, "on_device_of", lambda tensor: guarded.append(tensor) or contextlib.nullcontext())
+    decode(case, plan, **options)
+    assert guarded == [case.q]
 
 
 def test_plans_say_what_they_can_not_do():
