@@ -12,7 +12,15 @@ SHARED_LIMIT = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gf
 #: Bytes of stack that don't count as spilling: a handful of scalars around a loop.
 FEW_BYTES = 64
 #: Kernels that multiply matrices: in 16-bit types they must reach the tensor cores.
-PRODUCTS = ("_score_kernel", "_attend_kernel")
+PRODUCTS = (
+    "_score_kernel",
+    "_attend_kernel",
+    "_attend_lists_kernel",
+    "_score_select_kernel",
+    "_attend_merge_kernel",
+    "_ticket_kernel",
+    "_row_kernel",
+)
 ALL_KERNELS = {
     "_append_kernel",
     "_rebuild_stats_kernel",
@@ -27,7 +35,12 @@ ALL_KERNELS = {
     "_select_heap_kernel",
     "_top_p_kernel",
     "_attend_kernel",
+    "_attend_lists_kernel",
     "_merge_splits_kernel",
+    "_score_select_kernel",
+    "_attend_merge_kernel",
+    "_ticket_kernel",
+    "_row_kernel",
     "_merge_states_kernel",
 }
 

@@ -6,13 +6,14 @@ only, so it can be captured in a CUDA graph.
 
 from tsattn.kernels.append import append_kv, rebuild_page_stats
 from tsattn.kernels.attend import attend_pages
-from tsattn.kernels.fused import choose_plan, scratch_bytes, sparse_decode, supports
+from tsattn.kernels.fused import PLANS, choose_plan, scratch_bytes, sparse_decode, supports
 from tsattn.kernels.handoff import num_counters
 from tsattn.kernels.merge import merge_states
 from tsattn.kernels.score import score_pages
 from tsattn.kernels.select import select_pages
 
 __all__ = [
+    "PLANS",
     "append_kv",
     "attend_pages",
     "choose_plan",

@@ -75,9 +75,9 @@ def _attend_kernel(
     row, list_head, chunk, split = attend_program(tl.program_id(0), c, g)
     span = _span(t, c, g, row, list_head)
     num_splits, _tokens = num_splits_of(tl.maximum(span.count - span.begin, 0), c)
+    tl.store(t.split_counts + row * c.HL + list_head, num_splits, mask=(split == 0) & (chunk == 0))
     if split < num_splits:
         attend_split(t, c, g, span, row, list_head, chunk, split)
-    tl.store(t.split_counts + row * c.HL + list_head, num_splits, mask=(split == 0) & (chunk == 0))
 
 
 @triton.jit(do_not_specialize=GROWING)
@@ -90,9 +90,9 @@ def _attend_lists_kernel(
     row, list_head, chunk, split = attend_program(tl.program_id(0), c, g)
     span = list_span(t, c, row, list_head)
     num_splits, _tokens = num_splits_of(span.count, c)
+    tl.store(t.split_counts + row * c.HL + list_head, num_splits, mask=(split == 0) & (chunk == 0))
     if split < num_splits:
         attend_split(t, c, g, span, row, list_head, chunk, split)
-    tl.store(t.split_counts + row * c.HL + list_head, num_splits, mask=(split == 0) & (chunk == 0))
 
 
 def attend_grid(num_rows: int, shape: AttendShape, splits: int) -> tuple[int]:

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from tsattn.kernels.launch import Piece, block_dim, codes, head_rows, needs_f32_dot, next_pow2, stride_or_zero
-from tsattn.kernels.primitives import LN2, LOG2E, as_operand, cdiv, dot, round_to, tanh, to_f32
+from tsattn.kernels.primitives import LN2, LOG2E, as_operand, cdiv, dot, in_pool, round_to, tanh, to_f32
 from tsattn.scratch import Scratch
 from tsattn.tuning.space import Config, pick
 
@@ -82,6 +82,7 @@ class AttendShape(NamedTuple):
     HAS_WINDOW: Any
     HAS_SOFTCAP: Any
     DOT_F32: Any
+    SAME_STRIDES: Any  # of K and V
     CACHE: Any  # cache modifier of loads of what another program of the same launch may have written
     MIN_TILES: Any
     MAX_SPLITS: Any
@@ -146,8 +147,7 @@ def _load_tile(t, c, g, span, entries_row, table_row, first, BLOCK: tl.constexpr
         if c.HAS_WINDOW:
             visible = visible & (position >= span.first_visible)
         page = tl.load(table_row + logical.to(tl.int64) * t.stride_tn, mask=visible, other=-1)
-    page = page.to(tl.int64)
-    return page, slot.to(tl.int64), visible & (page >= 0) & (page < g.num_pages)
+    return page.to(tl.int64), slot.to(tl.int64), visible & in_pool(page, g.num_pages)
 
 
 @triton.jit
@@ -184,8 +184,12 @@ def attend_split(t, c, g, span, row, list_head, chunk, split):
     for first in range(start, stop, c.BLOCK_T):
         page, slot, visible = _load_tile(t, c, g, span, entries_row, table_row, first, c.BLOCK_T)
         tile = visible[:, None] & (d < c.D)[None, :]
-        k = tl.load(k_head + (page * t.stride_kp + slot * t.stride_ks)[:, None] + d[None, :], mask=tile, other=0)
-        v = tl.load(v_head + (page * t.stride_vp + slot * t.stride_vs)[:, None] + d[None, :], mask=tile, other=0)
+        k_offset = (page * t.stride_kp + slot * t.stride_ks)[:, None] + d[None, :]
+        v_offset = k_offset  # one set of offsets instead of two, mostly
+        if not c.SAME_STRIDES:
+            v_offset = (page * t.stride_vp + slot * t.stride_vs)[:, None] + d[None, :]
+        k = tl.load(k_head + k_offset, mask=tile, other=0)
+        v = tl.load(v_head + v_offset, mask=tile, other=0)
 
         s = scale * dot(queries, tl.trans(as_operand(k, element, c.DOT_F32)), c.DOT_F32)  # [BLOCK_G, BLOCK_T]
         if c.HAS_SOFTCAP:
@@ -231,8 +235,8 @@ def attend_config(q_dtype: torch.dtype, k_dtype: torch.dtype, v_dtype: torch.dty
 
 def max_splits(config: Config, width: int, page_size: int) -> int:
     """Splits that a list of `width` pages may have."""
-    tiles = triton.cdiv(width * page_size, config["BLOCK_T"])
-    return max(1, min(config["MAX_SPLITS"], triton.cdiv(tiles, config["MIN_TILES"])))
+    tiles = -(-width * page_size // config["BLOCK_T"])
+    return max(1, min(config["MAX_SPLITS"], -(-tiles // config["MIN_TILES"])))
 
 
 def partial_pieces(num_rows: int, num_heads: int, splits: int, head_dim: int) -> list[Piece]:
@@ -295,15 +299,23 @@ def attend_arguments(
         v_scale,
         float(softmax_scale),
         float(softcap),
-        *out.stride()[:2],
-        *lse.stride(),
-        *q.stride()[:2],
-        *k_codes.stride()[:3],
-        *v_codes.stride()[:3],
+        out.stride(0),
+        out.stride(1),
+        lse.stride(0),
+        lse.stride(1),
+        q.stride(0),
+        q.stride(1),
+        k_codes.stride(0),
+        k_codes.stride(1),
+        k_codes.stride(2),
+        v_codes.stride(0),
+        v_codes.stride(1),
+        v_codes.stride(2),
         entries.stride(-1),
         page_table.stride(1) if page_table is not None else 0,
         stride_or_zero(seq_lens),
-        *(page_counts.stride() if page_counts is not None else (0, 0)),
+        page_counts.stride(0) if page_counts is not None else 0,
+        page_counts.stride(1) if page_counts is not None else 0,
         stride_or_zero(sinks),
         stride_or_zero(k_scale),
         stride_or_zero(v_scale),
@@ -317,6 +329,7 @@ def attend_arguments(
         HAS_WINDOW=has_window,
         HAS_SOFTCAP=softcap > 0,
         DOT_F32=needs_f32_dot(q.dtype, k_cache.dtype, v_cache.dtype),
+        SAME_STRIDES=k_codes.stride() == v_codes.stride(),
         CACHE=cache,
         MIN_TILES=config["MIN_TILES"],
         MAX_SPLITS=config["MAX_SPLITS"],

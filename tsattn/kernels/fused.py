@@ -27,7 +27,7 @@ from tsattn.kernels.score import WHOLE_ROWS, score_arguments, score_pages
 from tsattn.kernels.score_group import scratch_pieces as group_pieces
 from tsattn.kernels.select import scratch_pieces as select_pieces
 from tsattn.kernels.select import select_lists
-from tsattn.kernels.select_row import SelectArgs
+from tsattn.kernels.select_row import SelectArgs, SelectShape
 from tsattn.scratch import Scratch, piece_bytes
 from tsattn.tuning.plans import plan_for
 from tsattn.tuning.space import pick
@@ -133,6 +133,11 @@ class _Step:
     growing: Growing
     counters: torch.Tensor | None
 
+    def select_shape(self) -> SelectShape:
+        """Tiles of a selection inside a fused kernel; query coefficients in two parts leave room for half as many scores."""
+        block = pick("fused")["BLOCK_N"] // (2 if self.score[1].SPLIT else 1)
+        return self.select.shape(block, ".cg")
+
 
 def _two(step: _Step) -> None:
     score_tensors, score_shape, score_config = step.score
@@ -143,7 +148,7 @@ def _two(step: _Step) -> None:
         step.counters,
         *step.growing,
         constants(score_shape),
-        step.select.shape(pick("fused")["BLOCK_N"], ".cg"),
+        step.select_shape(),
         num_warps=score_config.num_warps,
         num_stages=score_config.num_stages,
     )
@@ -170,7 +175,7 @@ def _ticket(step: _Step) -> None:
         step.num_rows,
         *step.growing,
         constants(score_shape),
-        step.select.shape(pick("fused")["BLOCK_N"], ".cg"),
+        step.select_shape(),
         constants(shape),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -186,7 +191,7 @@ def _row(step: _Step) -> None:
         tensors,
         *step.growing,
         constants(score_shape),
-        step.select.shape(pick("fused")["BLOCK_N"], ".cg"),
+        step.select_shape(),
         constants(shape),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -293,7 +298,7 @@ def sparse_decode(
         k_scale=k_scale,
         v_scale=v_scale,
         scratch=scratch,
-        cache="" if plan == "separate" else ".cg",
+        cache=".cg",
     )
     growing = select.growing()._replace(splits=attend[3])
     with on_device_of(q):

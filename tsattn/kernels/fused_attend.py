@@ -48,5 +48,6 @@ def _attend_merge_kernel(
     if split < num_splits:
         attend_split(t, c, g, span, row, list_head, chunk, split)
         if num_splits > 1:
-            if is_last(arrivals_of_list(counters, c, num_rows, row, list_head, chunk), num_splits - 1):
+            last = is_last(arrivals_of_list(counters, c, num_rows, row, list_head, chunk), num_splits - 1)
+            if last:
                 merge_chunk(t, c, g, row, list_head, chunk, num_splits)

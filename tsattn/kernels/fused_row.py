@@ -22,7 +22,7 @@ def _attend_list(t, c, g, row, list_head):
     span = list_span(t, c, row, list_head)
     num_splits, _tokens = num_splits_of(span.count, c)
     for chunk in range(CHUNKS):
-        for split in range(0, num_splits):
+        for split in range(num_splits):
             attend_split(t, c, g, span, row, list_head, chunk, split)
         if num_splits > 1:
             tl.debug_barrier()

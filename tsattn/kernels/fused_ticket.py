@@ -41,9 +41,9 @@ def _wait_and_attend(t, c, select_t, select_c, g, counters, num_rows, index):
         counter = arrivals_of_list(counters, c, num_rows, row, list_head, chunk)
         wait_for_flag(counter)
         attend_split(t, c, g, list_span(t, c, row, list_head), row, list_head, chunk, split)
-        if is_last(counter, num_splits):
-            if num_splits > 1:
-                merge_chunk(t, c, g, row, list_head, chunk, num_splits)
+        last = is_last(counter, num_splits)
+        if last & (num_splits > 1):
+            merge_chunk(t, c, g, row, list_head, chunk, num_splits)
 
 
 @triton.jit(do_not_specialize=[*GROWING, "num_rows"])

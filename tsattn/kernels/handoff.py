@@ -13,7 +13,6 @@ The counters are int32, zero before a launch and set back to zero by the last to
                                    first, says that the list is there
 """
 
-import torch
 import triton
 import triton.language as tl
 

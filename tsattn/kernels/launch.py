@@ -44,9 +44,14 @@ class Growing(NamedTuple):
 GROWING = list(Growing._fields)
 
 
+@functools.lru_cache(maxsize=None, typed=True)  # typed: tuples of two classes may be equal
+def _constants(shape: tuple[Any, ...]) -> Any:
+    return type(shape)(*(tl.constexpr(value) for value in shape))
+
+
 def constants(shape: Shape) -> Shape:
     """The same tuple with every member a constant expression."""
-    return type(shape)(*(tl.constexpr(value) for value in shape))
+    return _constants(shape)  # type: ignore[no-any-return]
 
 
 def scratch_or_new(scratch: Scratch | None, tensor: torch.Tensor) -> Scratch:

@@ -11,7 +11,7 @@ An empty part has lse_i = -inf and weight 0; all parts empty give (0, -inf).
     _merge_states_kernel    two public states (any float type, natural log), one program per block of (row, head)
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -20,6 +20,34 @@ import triton.language as tl
 from tsattn.kernels.launch import GROWING, Growing, block_dim, constants, on_device_of
 from tsattn.kernels.primitives import LN2, LOG2E, round_to, to_f32
 from tsattn.tuning.space import pick
+
+
+class MergeTensors(NamedTuple):
+    """What the merge needs of an attention launch's tensors: so dense and sparse steps share one compilation."""
+
+    out: Any
+    lse: Any
+    part_out: Any
+    part_lse: Any
+    split_counts: Any
+    sinks: Any
+    stride_or: Any
+    stride_oh: Any
+    stride_lr: Any
+    stride_lh: Any
+    stride_sink: Any
+
+
+class MergeShape(NamedTuple):
+    """And of its constant expressions."""
+
+    HL: Any
+    GL: Any
+    D: Any
+    CACHE: Any
+    BLOCK_D: Any
+    BLOCK_S: Any
+
 
 #: Partials that are loaded before the first of them is added up.
 _BATCH = tl.constexpr(4)
@@ -141,7 +169,9 @@ def _merge_states_kernel(
 
 def merge_splits(tensors: Any, growing: Growing, shape: Any, num_rows: int) -> None:
     """Join the partials that an attention launch with these arguments has left; lists with one split stay as they are."""
-    _merge_splits_kernel[(num_rows * shape.HL * shape.GL,)](tensors, *growing, constants(shape), num_warps=4)
+    own = MergeTensors(*(getattr(tensors, name) for name in MergeTensors._fields))
+    constant = MergeShape(*(getattr(shape, name) for name in MergeShape._fields))._replace(CACHE="")
+    _merge_splits_kernel[(num_rows * shape.HL * shape.GL,)](own, *growing, constants(constant), num_warps=4)
 
 
 def merge_states(

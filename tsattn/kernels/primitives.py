@@ -183,3 +183,12 @@ def pages_of(length, num_cells, S: tl.constexpr):
     """Pages that a row of `length` tokens has, never more than its table has cells nor less than zero."""
     length = tl.minimum(tl.maximum(length, 0), num_cells * S)
     return cdiv(length, S)
+
+
+@triton.jit
+def in_pool(page, num_pages):
+    """Whether physical pages are possible ones; with 32 bits in one comparison."""
+    if page.dtype == tl.int64:
+        return (page >= 0) & (page < num_pages)
+    else:
+        return page.to(tl.uint32, bitcast=True) < num_pages.to(tl.uint32)

@@ -33,7 +33,7 @@ from tsattn.kernels.launch import (
     scratch_or_new,
     stride_or_zero,
 )
-from tsattn.kernels.primitives import as_operand, cdiv, dot, pages_of, to_f32
+from tsattn.kernels.primitives import as_operand, cdiv, dot, in_pool, pages_of, to_f32
 from tsattn.kernels.score_group import reduce_over_group
 from tsattn.kernels.summary import KIND_CODES, MEANS, MINMAX
 from tsattn.scratch import Scratch
@@ -88,14 +88,17 @@ class ScoreShape(NamedTuple):
 
 @triton.jit
 def _coefficients(q_head, heads, channel, box, t, c, WIDTH: tl.constexpr):
-    """Query side of the product, fp32 [heads, channels]; zero for padded heads and channels."""
+    """Query side of the product [heads, channels]: in q's type where that is exact, else fp32; zero where padded."""
     mask = (heads < c.G)[:, None] & (channel < WIDTH)[None, :]
-    q = to_f32(tl.load(q_head + heads[:, None].to(tl.int64) * t.stride_qh + (channel % c.D)[None, :], mask=mask, other=0))
-    if c.KIND == MINMAX:
+    raw = tl.load(q_head + heads[:, None].to(tl.int64) * t.stride_qh + (channel % c.D)[None, :], mask=mask, other=0)
+    q = to_f32(raw)
+    if c.KIND == MEANS:
+        return raw
+    elif c.KIND == MINMAX and not c.SPLIT:  # X = 1: min(q, 0) and max(q, 0)
+        return tl.where((channel < c.D)[None, :] == (q > 0.0), tl.zeros_like(raw), raw)
+    elif c.KIND == MINMAX:
         reach = box * tl.abs(q)
         return tl.where((channel < c.D)[None, :], 0.5 * (q - reach), 0.5 * (q + reach))
-    elif c.KIND == MEANS:
-        return q
     else:
         return tl.where((channel < c.D)[None, :], q, 0.5 * t.scale * q * q)
 
@@ -126,19 +129,28 @@ def score_tile(t, c, g, row, head, first, num_used, length):
     """Score pages [first, first + BLOCK_P) of one row for the query heads of one KV head; -inf past the row's last page."""
     WIDTH: tl.constexpr = c.D if c.KIND == MEANS else c.M * c.D
     PART: tl.constexpr = (c.S + c.M - 1) // c.M  # slots of a sub-page
+    CHUNKS: tl.constexpr = (c.G + c.BLOCK_G - 1) // c.BLOCK_G
     element: tl.constexpr = t.page_stats.dtype.element_ty
+    channel = tl.arange(0, c.BLOCK_W)
+    box = t.box
+    if t.box_scale is not None:
+        box = tl.load(t.box_scale + head * t.stride_box)
+    # Queries first: they arrive while the table and then the statistics are still awaited.
+    q_head = t.q + row * t.stride_qr + head * c.G * t.stride_qh
+    heads = tl.arange(0, c.BLOCK_G)
+    a = _coefficients(q_head, heads, channel, box, t, c, WIDTH)
+
     # The statistics of the tile: [BLOCK_P * BLOCK_M, BLOCK_W]
     r = tl.arange(0, c.BLOCK_P * c.BLOCK_M)
     r_page = first + r // c.BLOCK_M
     r_part = r % c.BLOCK_M
     table_row = t.page_table + row * g.stride_tr
-    page = tl.load(table_row + r_page.to(tl.int64) * t.stride_tn, mask=r_page < num_used, other=-1).to(tl.int64)
-    r_valid = (page >= 0) & (page < g.num_pages)
-    channel = tl.arange(0, c.BLOCK_W)
+    page = tl.load(table_row + r_page.to(tl.int64) * t.stride_tn, mask=r_page < num_used, other=-1)
+    r_valid = in_pool(page, g.num_pages)
     r_load = r_valid & (r_part < c.M) if c.KIND == MEANS else r_valid
-    offset = page * t.stride_pp + head * t.stride_ph + r_part * c.D
+    offset = page.to(tl.int64) * t.stride_pp + r_part * c.D
     r_mask = r_load[:, None] & (channel < WIDTH)[None, :]
-    stats = tl.load(t.page_stats + offset[:, None] + channel[None, :], mask=r_mask, other=0)
+    stats = tl.load((t.page_stats + head * t.stride_ph + channel)[None, :] + offset[:, None], mask=r_mask, other=0)
     stats = as_operand(stats, element, c.DOT_F32)
     if c.BLOCK_M == 1:
         valid = r_valid
@@ -148,19 +160,13 @@ def score_tile(t, c, g, row, head, first, num_used, length):
         begins = r_page * c.S + r_part * PART
         nonempty = (begins < length) & (r_part * PART < c.S) & (r_part < c.M)
         nonempty = tl.reshape(nonempty, [1, c.BLOCK_P, c.BLOCK_M])
-    box = t.box
-    if t.box_scale is not None:
-        box = tl.load(t.box_scale + head * t.stride_box)
 
     n = first + tl.arange(0, c.BLOCK_P)
     out_row = t.scores + row * g.stride_sr + n.to(tl.int64) * t.stride_sn
     best = tl.full([c.BLOCK_P], float("-inf"), tl.float32)
     total = tl.zeros([c.BLOCK_P], tl.float32)
     unbounded = tl.zeros([c.BLOCK_P], tl.int32)
-    q_head = t.q + row * t.stride_qr + head * c.G * t.stride_qh
-    for chunk in range((c.G + c.BLOCK_G - 1) // c.BLOCK_G):
-        heads = chunk * c.BLOCK_G + tl.arange(0, c.BLOCK_G)
-        a = _coefficients(q_head, heads, channel, box, t, c, WIDTH)
+    for _chunk in range(CHUNKS):
         product = t.scale * _product(a, stats, c.SPLIT, element, c.DOT_F32)  # [BLOCK_G, BLOCK_P * BLOCK_M]
         if c.KIND == MEANS:
             product = _log_mean_exp(tl.reshape(product, [c.BLOCK_G, c.BLOCK_P, c.BLOCK_M]), nonempty, t.log_parts)
@@ -176,6 +182,9 @@ def score_tile(t, c, g, row, head, first, num_used, length):
             infinite = product == float("inf")
             unbounded += tl.sum((infinite & (heads < c.G)[:, None]).to(tl.int32), axis=0)
             total += tl.sum(tl.where(infinite | (heads >= c.G)[:, None], 0.0, product), axis=0)
+        if CHUNKS > 1:
+            heads += c.BLOCK_G
+            a = _coefficients(q_head, heads, channel, box, t, c, WIDTH)
     if c.REDUCE == MAX:
         tl.store(out_row + head * g.stride_sh, best, mask=n < g.N)
     elif c.REDUCE != NONE:
@@ -185,10 +194,10 @@ def score_tile(t, c, g, row, head, first, num_used, length):
 @triton.jit
 def score_program(index, c, g):
     """(row, KV head, first page) of the index-th program of a grid over rows, KV heads and tiles of pages."""
-    num_tiles = cdiv(g.N, c.BLOCK_P)
-    head = (index // num_tiles % c.HKV).to(tl.int64)
-    row = (index // num_tiles // c.HKV).to(tl.int64)
-    return row, head, index % num_tiles * c.BLOCK_P
+    num_tiles = cdiv(g.N, c.BLOCK_P).to(tl.uint32)
+    row_head = (index.to(tl.uint32) // num_tiles).to(tl.int32)
+    first = (index - row_head * num_tiles.to(tl.int32)) * c.BLOCK_P
+    return (row_head // c.HKV).to(tl.int64), (row_head % c.HKV).to(tl.int64), first
 
 
 @triton.jit(do_not_specialize=GROWING)
@@ -247,8 +256,10 @@ def score_arguments(
         float(softmax_scale),
         math.log(-(-page_size // part_slots)),
         scores.stride(2),
-        *q.stride()[:2],
-        *page_stats.stride()[:2],
+        q.stride(0),
+        q.stride(1),
+        page_stats.stride(0),
+        page_stats.stride(1),
         page_table.stride(1),
         seq_lens.stride(0),
         stride_or_zero(box_tensor),

@@ -139,7 +139,8 @@ def reduce_over_group(
     num_kv_heads = scores.shape[1]
     config = pick("reduce")
     pieces = scratch_pieces(num_rows, num_heads, num_kv_heads, num_cells, mix)
-    lse, shares, best = ([scratch.take(*piece) for piece in pieces] + [scores, None])[:3]
+    lse, *taken = (scratch.take(*piece) for piece in pieces)
+    shares, best = taken if mix else (scores, None)
     _page_lse_kernel[(num_rows * num_heads,)](
         lse,
         per_head,

@@ -74,30 +74,33 @@ def choose_resident(out, stride_out, scores_row, stride_n, low, high, need, c):
 def _count_reached(scores_row, stride_n, low, high, trial, c):
     """Pages of [low, high) whose key is at least `trial`."""
     count = 0
-    for first in range(low, high, c.BLOCK_N):
+    for first in tl.range(low, high, c.BLOCK_N, num_stages=1):
         keys = load_keys(scores_row, stride_n, first + tl.arange(0, c.BLOCK_N), low, high, c.CACHE)
         count += tl.sum((keys >= trial).to(tl.int32), axis=0)
     return count
 
 
 @triton.jit
-def choose_streaming(out, stride_out, scores_row, stride_n, low, high, need, c):
-    """As :func:`choose_resident` for any number of pages: keys are read again for every bit."""
+def choose_any(out, stride_out, scores_row, stride_n, low, high, need, c):
+    """As :func:`choose_resident` for any number of pages: keys past the first tile are read again for every bit."""
+    resident = load_keys(scores_row, stride_n, low + tl.arange(0, c.BLOCK_N), low, high, c.CACHE)
+    rest = low + c.BLOCK_N
     threshold = tl.where(high - low == need, 1, 0).to(tl.uint32)
     reached = high - low
     bit = 31
     while (bit >= 0) & (reached != need):
         trial = threshold | (tl.full([], 1, tl.uint32) << bit)
-        count = _count_reached(scores_row, stride_n, low, high, trial, c)
+        count = tl.sum((resident >= trial).to(tl.int32), axis=0)
+        count += _count_reached(scores_row, stride_n, rest, high, trial, c)
         threshold = tl.where(count >= need, trial, threshold)
         reached = tl.where(count >= need, count, reached)
         bit -= 1
     # 0xFFFFFFFF is no score's key, so threshold + 1 doesn't wrap.
-    ties = need - _count_reached(scores_row, stride_n, low, high, threshold + 1, c)
+    ties = _num_ties(resident, threshold, need) - _count_reached(scores_row, stride_n, rest, high, threshold + 1, c)
     above_before = 0
     at_before = 0
-    for first in range(low, high, c.BLOCK_N):
-        n = first + tl.arange(0, c.BLOCK_N)
+    for first in tl.range(low, high, c.BLOCK_E, num_stages=1):
+        n = first + tl.arange(0, c.BLOCK_E)
         keys = load_keys(scores_row, stride_n, n, low, high, c.CACHE)
         above_before, at_before = _emit(out, stride_out, n, keys, threshold, ties, above_before, at_before)
 
@@ -108,13 +111,8 @@ def select_list(t, c, g, row, head):
     plan = row_plan(t, c, g, row, row * c.H + head)
     out, scores_row = open_list(t, c, g, plan, row, head)
     need = plan.kept - plan.sinks - plan.recent
-    low = plan.sink_end
-    high = plan.num_used - plan.recent
     if need > 0:
-        if high - low <= c.BLOCK_N:
-            choose_resident(out, t.stride_ik, scores_row, t.stride_sn, low, high, need, c)
-        else:
-            choose_streaming(out, t.stride_ik, scores_row, t.stride_sn, low, high, need, c)
+        choose_any(out, t.stride_ik, scores_row, t.stride_sn, plan.sink_end, plan.num_used - plan.recent, need, c)
     close_list(t, c, g, plan, row, head)
 
 
@@ -261,7 +259,9 @@ def select_two_level(args: SelectArgs, scratch: Scratch) -> None:
     _select_chunk_kernel[(args.num_lists * _chunks(args.num_cells),)](
         chosen, tensors, *growing, args.shape(max_block()), num_warps=config.num_warps
     )
-    _select_merge_kernel[(args.num_lists,)](chosen, chosen.shape[1], tensors, *growing, args.shape(max_candidates()), num_warps=config.num_warps)
+    _select_merge_kernel[(args.num_lists,)](
+        chosen, chosen.shape[1], tensors, *growing, args.shape(max_candidates()), num_warps=config.num_warps
+    )
 
 
 def select_stream(args: SelectArgs, scratch: Scratch) -> None:

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from tsattn.kernels.launch import Growing, constants, stride_or_zero
-from tsattn.kernels.primitives import order_key, pages_of
+from tsattn.kernels.primitives import in_pool, order_key, pages_of
 
 #: List entries that are written, or translated, at a time.
 BLOCK_K = 256
@@ -51,6 +51,7 @@ class SelectShape(NamedTuple):
     H: Any
     S: Any
     BLOCK_N: Any  # scores per tile
+    BLOCK_E: Any  # of them, written at a time
     BLOCK_K: Any  # list entries per tile
     CACHE: Any  # cache modifier of loads of what another program of the same launch may have written
 
@@ -115,7 +116,7 @@ def close_list(t, c, g, plan, row, head):
             i = first + tl.arange(0, c.BLOCK_K)
             logical = tl.load(ids_row + i.to(tl.int64) * t.stride_ik, mask=i < plan.kept, other=0)
             page = tl.load(table_row + logical.to(tl.int64) * t.stride_tn, mask=i < plan.kept, other=-1)
-            page = tl.where((page >= 0) & (page < g.num_pages), page, -1).to(tl.int32)
+            page = tl.where(in_pool(page, g.num_pages), page, -1).to(tl.int32)
             tl.store(t.physical + row_head * g.K + i, page, mask=i < plan.kept)
         last = tl.load(ids_row + (plan.kept - 1).to(tl.int64) * t.stride_ik, mask=plan.kept > 0, other=-1)
         unfilled = tl.maximum(plan.num_used * c.S - plan.length, 0)
@@ -177,7 +178,8 @@ class SelectArgs:
             self.seq_lens.stride(0),
             stride_or_zero(self.budget),
             self.page_ids.stride(2),
-            *self.page_counts.stride(),
+            self.page_counts.stride(0),
+            self.page_counts.stride(1),
             self.page_table.stride(1) if self.page_table is not None else 0,
         )
 
@@ -198,4 +200,4 @@ class SelectArgs:
 
     def shape(self, block: int, cache: str = "") -> SelectShape:
         """The kernels' argument `c`, for tiles of `block` scores."""
-        return constants(SelectShape(self.scores.shape[1], self.page_size, block, BLOCK_K, cache))
+        return constants(SelectShape(self.scores.shape[1], self.page_size, block, min(block, 512), BLOCK_K, cache))

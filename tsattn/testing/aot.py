@@ -233,6 +233,51 @@ def _attend(
     )
 
 
+def _decode(
+    plan: str,
+    kind: str,
+    m: int,
+    dtype: torch.dtype,
+    cache: torch.dtype,
+    dim: int,
+    page_size: int,
+    group: int,
+    reduce: str,
+    extras: bool = False,
+    rows: int = 3,
+    cells: int = 2048,
+) -> None:
+    heads = _HEADS_KV * group
+    lists, width = heads if reduce == "none" else _HEADS_KV, min(64, cells)
+    q, k_cache, scale = torch.zeros(rows, heads, dim, dtype=dtype), _cache(cache, dim, page_size), _scale(cache)
+    kernels.sparse_decode(
+        q,
+        k_cache,
+        k_cache.clone(),
+        torch.zeros(_PAGES, _HEADS_KV, m, dim, dtype=dtype),
+        torch.zeros(rows, cells, dtype=torch.int64 if extras else torch.int32),
+        torch.zeros(rows, dtype=torch.int64 if extras else torch.int32),
+        torch.zeros(rows, dtype=torch.int32) if extras else None,
+        torch.zeros(rows, lists, cells),
+        torch.zeros(rows, lists, width, dtype=torch.int32),
+        torch.zeros(rows, lists, dtype=torch.int32),
+        torch.empty_like(q),
+        torch.empty(rows, heads),
+        kind=kind,
+        box_scale=0.25 if extras else 1.0,
+        group_reduce=reduce,
+        sink_pages=1,
+        recent_pages=4,
+        softmax_scale=dim**-0.5,
+        softcap=30.0 if extras else 0.0,
+        sinks=torch.zeros(heads, dtype=dtype) if extras else None,
+        k_scale=scale,
+        v_scale=scale,
+        plan=plan,
+        counters=torch.zeros(kernels.num_counters(rows, _HEADS_KV, heads), dtype=torch.int32),
+    )
+
+
 def _merge(dtype: torch.dtype, dim: int) -> None:
     out, lse = torch.zeros(3, 4, dim, dtype=dtype), torch.zeros(3, 4)
     kernels.merge_states(out, lse, out.float(), lse, torch.empty_like(out), torch.empty_like(lse))
@@ -263,7 +308,7 @@ def cases() -> dict[str, Callable[[], None]]:
     add(_score, "minmax", 2, BF16, BF16, 128, 16, 71, "max")
 
     add(_select, "tile", 2048, 128)
-    add(_select, "tile", 8192, 128, wide=True)
+    add(_select, "tile", 100, 128, wide=True)
     add(_select, "tile", 1, 1, 0.9, rows=1)
     add(_select, "heap", 8192, 16)
     add(_select, "heap", 100, 1, wide=True)
@@ -283,6 +328,13 @@ def cases() -> dict[str, Callable[[], None]]:
     add(_attend, FP16, INT8, 80, 16, 4, 128, extras=True)
     add(_attend, FP32, INT8, 256, 64, 4, None)
     add(_attend, BF16, BF16, 128, 16, 71, 128)
+
+    for plan in kernels.PLANS:
+        add(_decode, plan, "means", 2, BF16, BF16, 128, 16, 4, "max")
+    for plan in kernels.PLANS[1:]:
+        add(_decode, plan, "minmax", 2, FP16, INT8, 80, 12, 5, "none", extras=True, rows=1)
+    add(_decode, "two", "meanvar", 2, FP32, FP32, 64, 16, 1, "sum", cells=1)
+    add(_decode, "ticket", "minmax", 2, BF16, FP8, 256, 64, 17, "max")
 
     add(_merge, BF16, 80)
     add(_merge, FP32, 256)

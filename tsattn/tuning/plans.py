@@ -17,25 +17,20 @@ kernel, 1 us per handoff, a CUDA graph; HKV = 8, D = 128, S = 16, bf16, 2,048 to
     64,   32K             279    274       267    268
     64,   128K            666    661       645    667
 
-The model can't tell plans apart that are within 3 us or 10 %; among those the simplest is taken, in the order separate, two,
-ticket, row. A measurement replaces this table.
+The model can't tell plans apart that are within 3 us or 12 %; of those the simplest is taken, in the order separate, two,
+ticket, row. It holds a selection of up to 8,192 pages in registers. The fused kernels hold 2,048 and read longer rows again for
+every bit of the threshold, so rows beyond that are left to separate launches, which select on two levels. Measured times would
+replace this table.
 """
 
 from __future__ import annotations
 
 #: (rows * KV heads at most, pages at most, plan): the first entry that holds; "separate" where none does.
-RULES: tuple[tuple[int, int, str], ...] = (
-    (32, 8192, "two"),
-    (128, 2048, "two"),
-)
+RULES: tuple[tuple[int, int, str], ...] = ((128, 2048, "two"),)
 
 
 def plan_for(row_heads: int, num_cells: int, width: int) -> str:
-    """The plan for a step of `row_heads` (row, KV head) pairs with tables of `num_cells` pages and lists of `width`.
-
-    A list as wide as the table keeps everything: nothing is ranked, so a step is attention and fusion has less to save; the
-    rules hold all the same, since tables are as wide as their longest row.
-    """
+    """The plan for a step of `row_heads` (row, KV head) pairs, tables of `num_cells` pages and lists of `width`."""
     for most_row_heads, most_pages, plan in RULES:
         if row_heads <= most_row_heads and max(num_cells, width) <= most_pages:
             return plan

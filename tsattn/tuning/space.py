@@ -99,7 +99,7 @@ def candidates(stage: str, *, element_size: int = 2, head_dim: int = 128, page_s
     if stage == "merge":
         return [Config({"BLOCK_R": 1}, num_warps=4)]
     if stage == "fused":
-        return [Config({"BLOCK_N": 4096})]
+        return [Config({"BLOCK_N": 2048})]
     raise ValueError(f"stage must be one of {STAGES}, got {stage!r}")
 
 
