@@ -2,24 +2,16 @@
 
 Inside :func:`compile_only` a launch compiles its kernel exactly as it would on the target (same specialisation of strides,
 alignment and unit sizes) and doesn't run it. Needs a process without ``TRITON_INTERPRET``, which Triton reads when a kernel
-is defined; so the gate in ``tests/aot`` runs this module in a process of its own:
-
-    python -m tsattn.testing.aot sm_90        one JSON line per compiled kernel, or per failure
+is defined; so :mod:`tsattn.testing.audit` compiles in processes of its own.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import re
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # its default changes between releases
@@ -46,17 +38,13 @@ CANDIDATE_TARGETS = ("sm_90", "gfx942")
 
 
 @dataclass(frozen=True)
-class Compiled:
+class Launch:
     """What one launch compiled to."""
 
-    case: str
     kernel: str
-    target: str
-    shared_bytes: int
-    registers: int
-    spilled_bytes: int
-    tensor_core: bool
-    wide_loads: bool  # some global memory is read in 128-bit pieces
+    compiled: Any
+    options: Mapping[str, Any]
+    """What the launcher passed by name: sizes, tiles, warps, stages."""
     seconds: float
 
 
@@ -77,17 +65,17 @@ class _CompileOnlyDriver:
 
 
 @contextlib.contextmanager
-def compile_only(target: str) -> Iterator[list[tuple[str, Any, float]]]:
-    """Turn launches into compilations for `target`; yields the growing list of (kernel name, result, seconds)."""
+def compile_only(target: str) -> Iterator[list[Launch]]:
+    """Turn launches into compilations for `target`; yields the growing list of them."""
     if triton.knobs.runtime.interpret:
         raise RuntimeError("TRITON_INTERPRET is set: an interpreted kernel can't be compiled in the same process")
-    results: list[tuple[str, Any, float]] = []
+    results: list[Launch] = []
     launch = JITFunction.run
 
     def compile_instead(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         start = time.perf_counter()
         compiled = launch(self, *args, grid=grid, warmup=True, **kwargs)
-        results.append((self.__name__, compiled, time.perf_counter() - start))
+        results.append(Launch(self.__name__, compiled, kwargs, time.perf_counter() - start))
         return compiled
 
     driver.set_active(_CompileOnlyDriver(target))
@@ -96,36 +84,6 @@ def compile_only(target: str) -> Iterator[list[tuple[str, Any, float]]]:
         yield results
     finally:
         JITFunction.run = launch
-
-
-def _nvidia_usage(cubin: bytes) -> tuple[int, int]:
-    """(registers, bytes of stack) of a cubin."""
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
-    if found is None:
-        raise ValueError(f"no resource usage in the output of cuobjdump: {text[:200]}")
-    return int(found[1]), int(found[2])
-
-
-def inspect(case: str, target: str, kernel: str, compiled: Any, seconds: float) -> Compiled:
-    """Read registers, spills and instruction kinds out of a compiled kernel."""
-    if "cubin" in compiled.asm:
-        registers, spilled = _nvidia_usage(compiled.asm["cubin"])
-        text = compiled.asm["ptx"]
-        tensor_core = "mma.sync" in text or "wgmma" in text or "tcgen05.mma" in text
-        wide = re.search(r"ld\.global\S*\.v4\.(b32|u32|f32)|ld\.global\S*\.v2\.b64|cp\.async\.cg.*0x10", text) is not None
-    else:
-        text = compiled.asm["amdgcn"]
-        registers = int(re.search(r"\.vgpr_count:\s*(\d+)", text)[1])  # type: ignore[index]
-        spilled = 4 * int(re.search(r"\.vgpr_spill_count:\s*(\d+)", text)[1])  # type: ignore[index]
-        tensor_core = "v_mfma" in text
-        wide = "load_dwordx4" in text
-    shared = int(compiled.metadata.shared)
-    return Compiled(case, kernel, target, shared, registers, spilled, tensor_core, wide, round(seconds, 2))
 
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -308,23 +266,6 @@ def candidate_cases() -> dict[str, Callable[[], None]]:
     return table
 
 
-def main(target: str, only: str = "") -> None:
-    """Compile the cases whose name contains `only` for one target and print a JSON line for each kernel or failure."""
-    table = cases()
-    if target in CANDIDATE_TARGETS:
-        table |= candidate_cases()
-    for name, launch in table.items():
-        if only not in name:
-            continue
-        try:
-            with compile_only(target) as results:
-                launch()
-        except Exception as error:  # a compiler raises what it likes; the line names the case and the gate fails on it
-            print(json.dumps({"case": name, "target": target, "error": f"{type(error).__name__}: {str(error)[-600:]}"}))
-            continue
-        for kernel, compiled, seconds in results:
-            print(json.dumps(asdict(inspect(name, target, kernel, compiled, seconds))), flush=True)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+def all_cases(target: str) -> dict[str, Callable[[], None]]:
+    """What is compiled for a target: the launches, and on one target per vendor all candidates."""
+    return cases() | (candidate_cases() if target in CANDIDATE_TARGETS else {})

@@ -1,0 +1,194 @@
+"""What every kernel compiles to for every GPU family, without a GPU: registers, spills, loads, matrix instructions.
+
+    python -m tsattn.testing.audit --target sm_90 --only attend
+
+compiles the launches whose name contains "attend" and prints a row for each kernel. One process works for each target, two at
+a time; compiled kernels are kept in ``build/triton-cache``. See docs/audit.md for how to read the rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+"""One compiled kernel as JSON data, or one failure: case, target, error."""
+
+DEFAULT_CACHE = Path("build/triton-cache")
+_CONFIG_KEYS = ("BLOCK_", "MIN_", "MAX_")
+
+
+def _config(options: Any, compiled: Any) -> dict[str, int]:
+    """The tiles that a launcher passed, and the warps and stages that were compiled."""
+    tiles = {name: int(value) for name, value in options.items() if name.startswith(_CONFIG_KEYS)}
+    return tiles | {"num_warps": int(compiled.metadata.num_warps), "num_stages": int(compiled.metadata.num_stages)}
+
+
+def compile_rows(target: str, only: str = "") -> Iterator[Row]:
+    """Compile the launches whose name contains `only` for one target, in this process."""
+    import triton
+
+    from tsattn.testing import aot, machine_code
+    from tsattn.testing.occupancy import programs_per_multiprocessor
+
+    seen: dict[str, machine_code.Code] = {}
+    for case, launch in aot.all_cases(target).items():
+        if only not in case:
+            continue
+        try:
+            with aot.compile_only(target) as launches:
+                launch()
+        except Exception as error:  # a compiler raises what it likes; the row names the case and the audit fails on it
+            yield {"case": case, "target": target, "error": f"{type(error).__name__}: {str(error)[-600:]}"}
+            continue
+        for done in launches:
+            asm, shared = done.compiled.asm, int(done.compiled.metadata.shared)
+            if done.compiled.hash not in seen:
+                seen[done.compiled.hash] = machine_code.read(asm)
+            code, config = seen[done.compiled.hash], _config(done.options, done.compiled)
+            occupancy = programs_per_multiprocessor(
+                target, registers=code.registers, shared_bytes=shared, num_warps=config["num_warps"]
+            )
+            yield {
+                "case": case,
+                "kernel": done.kernel,
+                "target": target,
+                "config": config,
+                **asdict(code),
+                "shared_bytes": shared,
+                "occupancy": occupancy,
+                "seconds": round(done.seconds, 2),
+                "triton": triton.__version__,
+            }
+
+
+def _worker_rows(target: str, only: str, cache: Path) -> Iterator[Row]:
+    """The rows of :func:`compile_rows` from a process that doesn't interpret kernels."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env |= {"TRITON_CACHE_DIR": str(cache.absolute()), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tsattn.testing.audit", "--worker", "--target", target, "--only", only]
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        # A compiler that fails may print what it failed on: only lines of JSON are rows.
+        for line in process.stdout:
+            if line.startswith('{"case"'):
+                yield json.loads(line)
+    if process.returncode != 0:
+        yield {"case": "", "target": target, "error": f"the compiling process ended with status {process.returncode}"}
+
+
+def audit(targets: Sequence[str], only: str = "", *, cache: Path = DEFAULT_CACHE, jobs: int = 2, progress: Any = None) -> list[Row]:
+    """Rows of all launches whose name contains `only`, for all targets; failures are rows with an "error".
+
+    Parameters
+    ----------
+    targets
+        Names from ``tsattn.testing.aot.TARGETS``.
+    only
+        Part of the names of the cases to compile.
+    cache
+        Triton's cache of compiled kernels.
+    jobs
+        Targets compiled at once.
+    progress
+        A progress bar whose ``update(1)`` is called for every row.
+    """
+
+    def collect(target: str) -> list[Row]:
+        rows = []
+        for row in _worker_rows(target, only, cache):
+            rows.append(row)
+            if progress is not None:
+                progress.update(1)
+        return rows
+
+    with ThreadPoolExecutor(max(1, jobs)) as pool:
+        return [row for rows in pool.map(collect, targets) for row in rows]
+
+
+# ------------------------------------------------------------------------------------------------------ command line
+
+
+def _counts(counts: dict[str, int]) -> str:
+    return " ".join(f"{number}x{width}" for width, number in counts.items()) or "-"
+
+
+def _config_text(config: dict[str, int]) -> str:
+    tiles = [f"{name.removeprefix('BLOCK_')}={value}" for name, value in config.items() if name.startswith("BLOCK_")]
+    return " ".join([*tiles, f"w{config['num_warps']}", f"s{config['num_stages']}"])
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Rows as aligned text, failures at the end."""
+    head = ["target", "case", "kernel", "config", "regs", "spill", "shared", "instr", "loads", "bulk", "mma", "prog/SM"]
+    lines = [head]
+    for row in rows:
+        if "error" in row:
+            continue
+        numbers = [row[key] for key in ("registers", "spill_bytes", "shared_bytes", "instructions")]
+        counts = [_counts(row["loads"]), _counts(row["bulk"]), row["mma"], row["occupancy"]]
+        lines.append([row["target"], row["case"], row["kernel"], _config_text(row["config"]), *map(str, [*numbers, *counts])])
+    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+    numeric = {"regs", "spill", "shared", "instr", "mma", "prog/SM"}
+    text = []
+    for line in lines:
+        cells = [c.rjust(w) if h in numeric else c.ljust(w) for c, w, h in zip(line, widths, head, strict=True)]
+        text.append("  ".join(cells).rstrip())
+    text += [f"FAILED {row['target']} {row['case']}: {row['error']}" for row in rows if "error" in row]
+    return "\n".join(text)
+
+
+def _parser(targets: Sequence[str]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tsattn.testing.audit", description=__doc__.split("\n")[0])  # type: ignore[union-attr]
+    parser.add_argument("--target", action="append", choices=targets, help="compile for this GPU; repeat for more (default: all)")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only launches whose name contains TEXT")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE")
+    parser.add_argument("--cache", type=Path, default=DEFAULT_CACHE, metavar="FOLDER", help="Triton's cache (default: %(default)s)")
+    parser.add_argument("--jobs", type=int, default=2, help="targets compiled at once (default: %(default)s)")
+    parser.add_argument("--list", action="store_true", help="list the launches and stop")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; the exit status is 1 if something didn't compile."""
+    from tsattn.testing import aot
+
+    args = _parser(list(aot.TARGETS)).parse_args(argv)
+    targets = args.target or list(aot.TARGETS)
+    if args.worker:
+        for row in compile_rows(targets[0], args.only):
+            print(json.dumps(row), flush=True)
+        return 0
+    names = Counter(case for target in targets for case in aot.all_cases(target) if args.only in case)
+    if args.list or not names:
+        print("\n".join(names) if names else f"no launch is named like {args.only!r}; --list lists them")
+        return 0 if names else 2
+    with _progress_bar() as bar:
+        rows = audit(targets, args.only, cache=args.cache, jobs=args.jobs, progress=bar)
+    print(table(rows))
+    if args.json is not None:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
+    failures = sum("error" in row for row in rows)
+    print(f"{len(rows) - failures} kernels compiled, {failures} failures", file=sys.stderr)
+    return 1 if failures else 0
+
+
+def _progress_bar() -> Any:
+    from tqdm import tqdm
+
+    return tqdm(unit=" kernels", desc="audit", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
