@@ -7,6 +7,9 @@ assembly text that Triton keeps. Counts are static: an instruction inside a loop
 have to come in 128-bit pieces. Triton's own layout dump (TTGIR) says for each line of a kernel what tile it loads. A line is
 *bulk* where the tile has rows and columns and at least 16 bytes for every thread of the program; all machine loads that the
 line table attributes to such a line are bulk loads. A TMA copy is always one.
+
+On NVIDIA the line table drifts: a load is several lines of inline PTX, and LLVM numbers each of them one source line further.
+The PTX still has the line in front of such a block, so it says which (line, width) pairs of the SASS belong to a bulk line.
 """
 
 from __future__ import annotations
@@ -106,6 +109,42 @@ def bulk_lines(ttgir: str) -> set[Line]:
 
 # ------------------------------------------------------------------------------------------------------------ NVIDIA
 
+_PTX_LOC = re.compile(r"^\s*\.loc\s+(\d+) (\d+)")
+_PTX_LOAD = re.compile(r"\bld\.global(?:\.\w+)*?(?:\.v(\d))?\.[a-z](\d+)\s")
+_PTX_COPY = re.compile(r"\bcp\.async\.c[ag]\S* .*\], (0x[0-9a-f]+|\d+)")
+
+Key = tuple[Line | None, str, bool]
+"""What tells machine loads apart: line, width, past the registers."""
+
+
+def _ptx_load(row: str) -> tuple[str, bool] | None:
+    """(width, past the registers) of a load from global memory, None for anything else."""
+    copy, load = _PTX_COPY.search(row), _PTX_LOAD.search(row)
+    if copy:
+        return str(8 * int(copy[1], 0)), True
+    return (str(int(load[1] or 1) * int(load[2])), False) if load else None
+
+
+def bulk_keys(ptx: str, tiles: set[Line]) -> set[Key]:
+    """How the line table shows the loads of the lines `tiles`."""
+    files = dict(re.findall(r'^\s*\.file\s+(\d+) "([^"]+)"', ptx, re.MULTILINE))
+    shown: Line | None = None  # what the line table says
+    true: Line | None = None  # what it said in front of the inline block
+    inside = False
+    keys: set[Key] = set()
+    for row in ptx.splitlines():
+        place = _PTX_LOC.match(row)
+        if place:
+            shown = (files.get(place[1], ""), int(place[2]))
+        elif "inline asm" in row:
+            inside = "begin" in row
+        true = true if inside else shown
+        load = _ptx_load(row)
+        if load and true in tiles:
+            keys.add((shown, *load))
+    return keys
+
+
 _SASS = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*(?:\.\w+)*)([^;]*);")
 _SASS_LINE = re.compile(r'^\s*//## File "([^"]+)", line (\d+)')
 
@@ -197,10 +236,12 @@ def read(asm: Any) -> Code:
     if "cubin" in asm:
         registers, spilled, instructions = _nvidia(asm["cubin"])
         load, is_mma = _sass_load, _is_sass_mma
+        keys = bulk_keys(asm["ptx"], bulk_lines(asm["ttgir"]))
     else:
         registers, spilled, instructions = _amd(asm["amdgcn"])
         load, is_mma = _gcn_load, _is_gcn_mma
-    tiles = bulk_lines(asm["ttgir"])
+        tiles = bulk_lines(asm["ttgir"])
+        keys = {(tile, width, past) for tile in tiles for width in _GCN_WIDTHS.values() for past in (False, True)}
     loads: Counter[str] = Counter()
     bulk: Counter[str] = Counter()
     past_registers = 0
@@ -211,7 +252,7 @@ def read(asm: Any) -> Code:
         width, is_async = found
         loads[width] += 1
         past_registers += is_async
-        if width == TMA or instruction.line in tiles:
+        if width == TMA or (instruction.line, width, is_async) in keys:
             bulk[width] += 1
     return Code(
         registers,
