@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+from tsattn import tune
 from tsattn.demo import cli as demo
 
-COMMANDS = {"demo": demo}
+COMMANDS = {"demo": demo, "tune": tune}
 """Name -> module with HELP, ``add_arguments(parser)`` and ``run(args) -> exit status``."""
 
 

@@ -8,7 +8,10 @@ is defined; so :mod:`tsattn.testing.audit` compiles in processes of its own.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
+import pkgutil
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -20,6 +23,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
+from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 from tsattn import kernels
@@ -63,10 +67,13 @@ class _CompileOnlyDriver:
     def get_current_target(self) -> Any:
         return TARGETS[self._target]
 
+    def get_device_name(self, device: int) -> None:
+        return None  # no GPU, so no tuning table
+
 
 @contextlib.contextmanager
-def compile_only(target: str) -> Iterator[list[Launch]]:
-    """Turn launches into compilations for `target`; yields the growing list of them."""
+def compiling() -> Iterator[list[Launch]]:
+    """Turn launches into compilations for the current device; yields the growing list of them."""
     if triton.knobs.runtime.interpret:
         raise RuntimeError("TRITON_INTERPRET is set: an interpreted kernel can't be compiled in the same process")
     results: list[Launch] = []
@@ -78,12 +85,19 @@ def compile_only(target: str) -> Iterator[list[Launch]]:
         results.append(Launch(self.__name__, compiled, kwargs, time.perf_counter() - start))
         return compiled
 
-    driver.set_active(_CompileOnlyDriver(target))
     JITFunction.run = compile_instead
     try:
         yield results
     finally:
         JITFunction.run = launch
+
+
+@contextlib.contextmanager
+def compile_only(target: str) -> Iterator[list[Launch]]:
+    """Turn launches into compilations for `target`, which needn't be there; this process keeps its driver."""
+    driver.set_active(_CompileOnlyDriver(target))
+    with compiling() as results:
+        yield results
 
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -209,6 +223,7 @@ def cases() -> dict[str, Callable[[], None]]:
     add(_append, "means", 2, FP16, FP16, FP16, 80, 64)
     add(_append, "means", 1, BF16, FP8, BF16, 256, 16)
     add(_append, "meanvar", 2, FP16, INT8, FP32, 128, 1)
+    add(_append, "means", 2, BF16, BF16, BF16, 192, 64)
     add(_append, "means", 8, FP32, FP8, FP32, 256, 128)
 
     add(_score, "minmax", 2, BF16, BF16, 128, 16, 4, "max")
@@ -247,25 +262,45 @@ def cases() -> dict[str, Callable[[], None]]:
     return table
 
 
-def candidate_cases() -> dict[str, Callable[[], None]]:
-    """Every candidate configuration of the stages that have several, at one common shape."""
-    table: dict[str, Callable[[], None]] = {}
-    common: dict[str, Callable[[], None]] = {
-        "append": lambda: _append("means", 2, BF16, BF16, BF16, 128, 16),
-        "score": lambda: _score("means", 2, BF16, BF16, 128, 16, 4, "max"),
-        "attend": lambda: _attend(BF16, BF16, 128, 16, 4, 128),
+def candidate_cases(target: str) -> dict[str, Callable[[], None]]:
+    """Every candidate configuration that no case of :func:`cases` compiles, at a common shape that has it."""
+    launches: dict[str, Callable[[torch.dtype, int], None]] = {
+        "append": lambda dtype, dim: _append("means", 2, dtype, dtype, dtype, dim, 16),
+        "score": lambda dtype, dim: _score("means", 2, dtype, dtype, dim, 16, 4, "max"),
+        "attend": lambda dtype, dim: _attend(dtype, dtype, dim, 16, 4, 128),
     }
-    for stage, launch in common.items():
-        for number, config in enumerate(space.candidates(stage)[1:], start=1):
+    table: dict[str, Callable[[], None]] = {}
+    for stage, launch in launches.items():
+        for dtype, dim in ((BF16, 128), (BF16, 256), (FP32, 128), (FP32, 256)):
+            for config in space.candidates(stage, element_size=dtype.itemsize, head_dim=dim, arch=target)[1:]:
+                words = [f"{name.removeprefix('BLOCK_')}{size}" for name, size in config.tiles.items() if "BLOCK_" in name]
 
-            def run(stage: str = stage, launch: Callable[[], None] = launch, config: space.Config = config) -> None:
-                with space.forced(stage, config):
-                    launch()
+                def run(
+                    stage: str = stage,
+                    launch: Callable[[torch.dtype, int], None] = launch,
+                    config: space.Config = config,
+                    dtype: torch.dtype = dtype,
+                    dim: int = dim,
+                ) -> None:
+                    with space.forced(stage, config):
+                        launch(dtype, dim)
 
-            table[f"{stage}-candidate-{number}"] = run
+                name = f"{stage}-candidate-{''.join(words)}w{config.num_warps}s{config.num_stages}"
+                table.setdefault(name, run)
     return table
 
 
 def all_cases(target: str) -> dict[str, Callable[[], None]]:
     """What is compiled for a target: the launches, and on one target per vendor all candidates."""
-    return cases() | (candidate_cases() if target in CANDIDATE_TARGETS else {})
+    return cases() | (candidate_cases(target) if target in CANDIDATE_TARGETS else {})
+
+
+def entry_kernels() -> set[str]:
+    """Names of all kernels that tsattn.kernels defines for launching."""
+    # Where this process interprets kernels they are of another class.
+    jit_types = (JITFunction, InterpretedFunction)
+    names = set()
+    for module in pkgutil.iter_modules(kernels.__path__, "tsattn.kernels."):
+        values = vars(importlib.import_module(module.name)).items()
+        names |= {name for name, value in values if isinstance(value, jit_types) and re.fullmatch(r"_\w+_kernel", name)}
+    return names

@@ -9,19 +9,18 @@ a time; compiled kernels are kept in ``build/triton-cache``. See docs/audit.md f
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import subprocess
 import sys
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-Row = dict[str, Any]
-"""One compiled kernel as JSON data, or one failure: case, target, error."""
+from tsattn.testing.audit_rules import Baseline, Row, row_key
 
 DEFAULT_CACHE = Path("build/triton-cache")
 _CONFIG_KEYS = ("BLOCK_", "MIN_", "MAX_")
@@ -38,23 +37,25 @@ def compile_rows(target: str, only: str = "") -> Iterator[Row]:
     import triton
 
     from tsattn.testing import aot, machine_code
-    from tsattn.testing.occupancy import programs_per_multiprocessor
+    from tsattn.tuning.hardware import programs_per_multiprocessor
 
-    seen: dict[str, machine_code.Code] = {}
+    codes: dict[str, machine_code.Code] = {}
+    shipped = aot.cases()
     for case, launch in aot.all_cases(target).items():
         if only not in case:
             continue
         try:
             with aot.compile_only(target) as launches:
                 launch()
+            for done in launches:
+                if done.compiled.hash not in codes:
+                    codes[done.compiled.hash] = machine_code.read(done.compiled.asm)
         except Exception as error:  # a compiler raises what it likes; the row names the case and the audit fails on it
             yield {"case": case, "target": target, "error": f"{type(error).__name__}: {str(error)[-600:]}"}
             continue
         for done in launches:
-            asm, shared = done.compiled.asm, int(done.compiled.metadata.shared)
-            if done.compiled.hash not in seen:
-                seen[done.compiled.hash] = machine_code.read(asm)
-            code, config = seen[done.compiled.hash], _config(done.options, done.compiled)
+            code, config = codes[done.compiled.hash], _config(done.options, done.compiled)
+            shared = int(done.compiled.metadata.shared)
             occupancy = programs_per_multiprocessor(
                 target, registers=code.registers, shared_bytes=shared, num_warps=config["num_warps"]
             )
@@ -66,6 +67,8 @@ def compile_rows(target: str, only: str = "") -> Iterator[Row]:
                 **asdict(code),
                 "shared_bytes": shared,
                 "occupancy": occupancy,
+                "shipped": case in shipped,
+                "tensor_cores": done.options.get("DOT_F32") is False,
                 "seconds": round(done.seconds, 2),
                 "triton": triton.__version__,
             }
@@ -86,7 +89,14 @@ def _worker_rows(target: str, only: str, cache: Path) -> Iterator[Row]:
         yield {"case": "", "target": target, "error": f"the compiling process ended with status {process.returncode}"}
 
 
-def audit(targets: Sequence[str], only: str = "", *, cache: Path = DEFAULT_CACHE, jobs: int = 2, progress: Any = None) -> list[Row]:
+def audit(
+    targets: Sequence[str],
+    only: str = "",
+    *,
+    cache: Path = DEFAULT_CACHE,
+    jobs: int = 2,
+    progress: Callable[[Row], None] | None = None,
+) -> list[Row]:
     """Rows of all launches whose name contains `only`, for all targets; failures are rows with an "error".
 
     Parameters
@@ -100,7 +110,7 @@ def audit(targets: Sequence[str], only: str = "", *, cache: Path = DEFAULT_CACHE
     jobs
         Targets compiled at once.
     progress
-        A progress bar whose ``update(1)`` is called for every row.
+        Called with every row as it comes.
     """
 
     def collect(target: str) -> list[Row]:
@@ -108,7 +118,7 @@ def audit(targets: Sequence[str], only: str = "", *, cache: Path = DEFAULT_CACHE
         for row in _worker_rows(target, only, cache):
             rows.append(row)
             if progress is not None:
-                progress.update(1)
+                progress(row)
         return rows
 
     with ThreadPoolExecutor(max(1, jobs)) as pool:
@@ -127,67 +137,95 @@ def _config_text(config: dict[str, int]) -> str:
     return " ".join([*tiles, f"w{config['num_warps']}", f"s{config['num_stages']}"])
 
 
-def table(rows: Sequence[Row]) -> str:
-    """Rows as aligned text, failures at the end."""
+def table(rows: Sequence[Row], baseline: Baseline | None = None) -> str:
+    """Rows as aligned text, failures at the end; with a baseline, each instruction count beside the one it had."""
     head = ["target", "case", "kernel", "config", "regs", "spill", "shared", "instr", "loads", "bulk", "mma", "prog/SM"]
+    left = {"target", "case", "kernel", "config", "loads", "bulk"}
     lines = [head]
     for row in rows:
         if "error" in row:
             continue
-        numbers = [row[key] for key in ("registers", "spill_bytes", "shared_bytes", "instructions")]
+        before = (baseline or {}).get(row["target"], {}).get(row_key(row), row["instructions"])
+        change = "" if before == row["instructions"] else f" ({row['instructions'] - before:+d})"
+        numbers = [row["registers"], row["spill_bytes"], row["shared_bytes"], f"{row['instructions']}{change}"]
         counts = [_counts(row["loads"]), _counts(row["bulk"]), row["mma"], row["occupancy"]]
-        lines.append([row["target"], row["case"], row["kernel"], _config_text(row["config"]), *map(str, [*numbers, *counts])])
+        lines.append([row["target"], row["case"], row["kernel"], _config_text(row["config"]), *map(str, numbers + counts)])
     widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
-    numeric = {"regs", "spill", "shared", "instr", "mma", "prog/SM"}
     text = []
     for line in lines:
-        cells = [c.rjust(w) if h in numeric else c.ljust(w) for c, w, h in zip(line, widths, head, strict=True)]
+        cells = [c.ljust(w) if h in left else c.rjust(w) for c, w, h in zip(line, widths, head, strict=True)]
         text.append("  ".join(cells).rstrip())
     text += [f"FAILED {row['target']} {row['case']}: {row['error']}" for row in rows if "error" in row]
     return "\n".join(text)
 
 
 def _parser(targets: Sequence[str]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m tsattn.testing.audit", description=__doc__.split("\n")[0])  # type: ignore[union-attr]
-    parser.add_argument("--target", action="append", choices=targets, help="compile for this GPU; repeat for more (default: all)")
-    parser.add_argument("--only", default="", metavar="TEXT", help="only launches whose name contains TEXT")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE")
-    parser.add_argument("--cache", type=Path, default=DEFAULT_CACHE, metavar="FOLDER", help="Triton's cache (default: %(default)s)")
-    parser.add_argument("--jobs", type=int, default=2, help="targets compiled at once (default: %(default)s)")
-    parser.add_argument("--list", action="store_true", help="list the launches and stop")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser = argparse.ArgumentParser(
+        prog="python -m tsattn.testing.audit",
+        description="Compile every kernel for GPUs that aren't there and print what the machine code is made of.",
+        epilog="docs/audit.md says how to read the rows.",
+    )
+    add = parser.add_argument
+    add("--target", action="append", choices=targets, help="compile for this GPU family; repeat for more (default: all)")
+    add("--only", default="", metavar="TEXT", help="only launches whose name contains TEXT")
+    add("--list", action="store_true", help="list the launches and stop")
+    add("--json", type=Path, metavar="FILE", help="write the rows to FILE")
+    add("--baseline", type=Path, metavar="FILE", help="compare instruction counts with those in FILE")
+    add("--accept", action="store_true", help="write the instruction counts into the file of --baseline")
+    add("--cache", type=Path, default=DEFAULT_CACHE, metavar="FOLDER", help="Triton's cache (default: %(default)s)")
+    add("--jobs", type=int, default=2, help="targets compiled at once (default: %(default)s)")
+    add("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; the exit status is 1 if something didn't compile."""
-    from tsattn.testing import aot
+    """Run the command; the exit status is 1 if something didn't compile, 2 for wrong arguments."""
+    from tsattn.testing import aot, audit_rules
 
-    args = _parser(list(aot.TARGETS)).parse_args(argv)
+    parser = _parser(list(aot.TARGETS))
+    args = parser.parse_args(argv)
+    if args.accept and args.baseline is None:
+        parser.error("--accept needs --baseline FILE")
     targets = args.target or list(aot.TARGETS)
     if args.worker:
         for row in compile_rows(targets[0], args.only):
             print(json.dumps(row), flush=True)
         return 0
-    names = Counter(case for target in targets for case in aot.all_cases(target) if args.only in case)
+    names = [case for target in targets for case in aot.all_cases(target) if args.only in case]
     if args.list or not names:
-        print("\n".join(names) if names else f"no launch is named like {args.only!r}; --list lists them")
+        print("\n".join(dict.fromkeys(names)) if names else f"no launch is named like {args.only!r}; --list lists them")
         return 0 if names else 2
-    with _progress_bar() as bar:
-        rows = audit(targets, args.only, cache=args.cache, jobs=args.jobs, progress=bar)
-    print(table(rows))
+
+    with _progress(len(names)) as progress:
+        rows = audit(targets, args.only, cache=args.cache, jobs=args.jobs, progress=progress)
+    known = audit_rules.read_baseline(args.baseline) if args.baseline is not None else {}
+    print(table(rows, known))
     if args.json is not None:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
     failures = sum("error" in row for row in rows)
     print(f"{len(rows) - failures} kernels compiled, {failures} failures", file=sys.stderr)
-    return 1 if failures else 0
+    if failures:
+        return 1
+    if args.accept:
+        audit_rules.write_baseline(args.baseline, rows, keep=known if args.only or args.target else {})
+    return 0
 
 
-def _progress_bar() -> Any:
+@contextlib.contextmanager
+def _progress(total: int) -> Iterator[Callable[[Row], None]]:
+    """A progress bar over launches; a launch with several kernels counts once."""
     from tqdm import tqdm
 
-    return tqdm(unit=" kernels", desc="audit", file=sys.stderr)
+    seen = set()
+    with tqdm(total=total, unit=" launches", desc="audit", file=sys.stderr) as bar:
+
+        def update(row: Row) -> None:
+            launch = row["target"], row["case"]
+            bar.update(launch not in seen)
+            seen.add(launch)
+
+        yield update
 
 
 if __name__ == "__main__":

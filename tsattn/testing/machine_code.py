@@ -57,14 +57,6 @@ class Code:
     mma: int
 
 
-def _tool(name: str) -> str:
-    return str(Path(triton.__file__).parent / "backends/nvidia/bin" / name)
-
-
-def _output(*command: str) -> str:
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-
 # ------------------------------------------------------------------------------------------------------------- TTGIR
 
 _LOADS = re.compile(r"\b(tt\.load|\w+\.buffer_load(?:_to_local)?|ttg\.async_copy_global_to_local)\b")
@@ -110,7 +102,7 @@ def bulk_lines(ttgir: str) -> set[Line]:
 # ------------------------------------------------------------------------------------------------------------ NVIDIA
 
 _PTX_LOC = re.compile(r"^\s*\.loc\s+(\d+) (\d+)")
-_PTX_LOAD = re.compile(r"\bld\.global(?:\.\w+)*?(?:\.v(\d))?\.[a-z](\d+)\s")
+_PTX_LOAD = re.compile(r"\bld\.global(?:\.[\w:]+)*?(?:\.v(\d))?\.[a-z](\d+)\s")
 _PTX_COPY = re.compile(r"\bcp\.async\.c[ag]\S* .*\], (0x[0-9a-f]+|\d+)")
 
 Key = tuple[Line | None, str, bool]
@@ -136,9 +128,9 @@ def bulk_keys(ptx: str, tiles: set[Line]) -> set[Key]:
         place = _PTX_LOC.match(row)
         if place:
             shown = (files.get(place[1], ""), int(place[2]))
+            true = true if inside else shown
         elif "inline asm" in row:
             inside = "begin" in row
-        true = true if inside else shown
         load = _ptx_load(row)
         if load and true in tiles:
             keys.add((shown, *load))
@@ -163,7 +155,7 @@ def sass_instructions(text: str) -> Iterator[Instruction]:
             yield Instruction(found[1], found[2], line)
 
 
-def _sass_load(instruction: Instruction) -> tuple[str, bool] | None:
+def sass_load(instruction: Instruction) -> tuple[str, bool] | None:
     """(width, past the registers) of a load from global memory, None for anything else."""
     name, *modifiers = instruction.name.split(".")
     if name in ("UTMALDG", "UBLKCP"):
@@ -175,20 +167,19 @@ def _sass_load(instruction: Instruction) -> tuple[str, bool] | None:
     return (widths[0] if widths else "32"), name == "LDGSTS"
 
 
-def _is_sass_mma(instruction: Instruction) -> bool:
+def is_sass_mma(instruction: Instruction) -> bool:
+    """Whether an instruction multiplies matrices."""
     return instruction.name.split(".")[0].endswith("MMA")  # HMMA, IMMA, HGMMA (warp groups), UTCHMMA (Blackwell), ...
 
 
-def _nvidia(cubin: bytes) -> tuple[int, int, list[Instruction]]:
+def _print_cubin(cubin: bytes, *command: str) -> str:
+    """What a tool of the CUDA toolkit prints about a cubin."""
+    name, *options = command
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin" / name
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        usage = _output(_tool("cuobjdump"), "-res-usage", file.name)
-        text = _output(_tool("nvdisasm"), "-c", "-g", "-ndf", file.name)
-    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
-    if found is None:
-        raise ValueError(f"no resource usage in the output of cuobjdump: {usage[:200]}")
-    return int(found[1]), int(found[2]), list(sass_instructions(text))
+        return subprocess.run([tool, *options, file.name], capture_output=True, text=True, check=True).stdout
 
 
 # --------------------------------------------------------------------------------------------------------------- AMD
@@ -211,35 +202,45 @@ def gcn_instructions(text: str) -> Iterator[Instruction]:
             yield Instruction(found[1], found[2].split(";")[0], line)
 
 
-def _gcn_load(instruction: Instruction) -> tuple[str, bool] | None:
+def gcn_load(instruction: Instruction) -> tuple[str, bool] | None:
+    """(width, past the registers) of a load from global memory, None for anything else; not of scalar loads."""
     found = _GCN_LOAD.match(instruction.name)
     if found is None:
         return None
     return _GCN_WIDTHS[found[1]], "_lds_" in instruction.name or instruction.operands.split()[-1:] == ["lds"]
 
 
-def _is_gcn_mma(instruction: Instruction) -> bool:
+def is_gcn_mma(instruction: Instruction) -> bool:
+    """Whether an instruction multiplies matrices."""
     return instruction.name.startswith(("v_mfma", "v_smfma"))
-
-
-def _amd(text: str) -> tuple[int, int, list[Instruction]]:
-    numbers = [re.search(rf"\.{key}:\s*(\d+)", text) for key in ("vgpr_count", "private_segment_fixed_size")]
-    registers, scratch = (int(found[1]) for found in numbers if found is not None)
-    return registers, scratch, list(gcn_instructions(text))
 
 
 # -------------------------------------------------------------------------------------------------------------- both
 
 
+def usage(asm: Any) -> tuple[int, int]:
+    """(registers of a thread, bytes a thread spills) of a kernel that Triton compiled."""
+    if "cubin" in asm:
+        text = _print_cubin(asm["cubin"], "cuobjdump", "-res-usage")
+        found = re.search(r"REG:(?P<regs>\d+) STACK:(?P<spill>\d+)", text)
+    else:
+        text = asm["amdgcn"]
+        found = re.search(r"\.private_segment_fixed_size:\s*(?P<spill>\d+).*?\.vgpr_count:\s*(?P<regs>\d+)", text, re.DOTALL)
+    if found is None:
+        raise ValueError(f"no resource usage in {text[:200]!r}")
+    return int(found["regs"]), int(found["spill"])
+
+
 def read(asm: Any) -> Code:
     """Count the machine code in the `asm` mapping of a kernel that Triton compiled."""
     if "cubin" in asm:
-        registers, spilled, instructions = _nvidia(asm["cubin"])
-        load, is_mma = _sass_load, _is_sass_mma
-        keys = bulk_keys(asm["ptx"], bulk_lines(asm["ttgir"]))
+        instructions = list(sass_instructions(_print_cubin(asm["cubin"], "nvdisasm", "-c", "-g", "-ndf")))
+        load, is_mma = sass_load, is_sass_mma
+        tiles = bulk_lines(asm["ttgir"])
+        keys = bulk_keys(asm["ptx"], tiles)
     else:
-        registers, spilled, instructions = _amd(asm["amdgcn"])
-        load, is_mma = _gcn_load, _is_gcn_mma
+        instructions = list(gcn_instructions(asm["amdgcn"]))
+        load, is_mma = gcn_load, is_gcn_mma
         tiles = bulk_lines(asm["ttgir"])
         keys = {(tile, width, past) for tile in tiles for width in _GCN_WIDTHS.values() for past in (False, True)}
     loads: Counter[str] = Counter()
@@ -254,9 +255,10 @@ def read(asm: Any) -> Code:
         past_registers += is_async
         if width == TMA or (instruction.line, width, is_async) in keys:
             bulk[width] += 1
+    if tiles and not bulk:
+        raise ValueError(f"no machine load belongs to the tiles of {sorted(tiles)}: the line tables don't fit")
     return Code(
-        registers,
-        spilled,
+        *usage(asm),
         len(instructions),
         dict(sorted(loads.items(), key=lambda item: item[0].zfill(4))),
         dict(sorted(bulk.items(), key=lambda item: item[0].zfill(4))),

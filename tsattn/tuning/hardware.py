@@ -1,4 +1,4 @@
-"""How many programs a multiprocessor holds at once, from what one program takes."""
+"""What the multiprocessors of the supported GPU families hold, and how many programs fit one at once."""
 
 from __future__ import annotations
 
