@@ -48,7 +48,7 @@ class Launch:
     kernel: str
     compiled: Any
     options: Mapping[str, Any]
-    """What the launcher passed by name: sizes, tiles, warps, stages."""
+    """What the launcher passed by name, in a named tuple too: sizes, tiles, warps, stages."""
     seconds: float
 
 
@@ -71,6 +71,12 @@ class _CompileOnlyDriver:
         return None  # no GPU, so no tuning table
 
 
+def _named(args: tuple[Any, ...]) -> dict[str, Any]:
+    """Fields of the named tuples among a launch's arguments."""
+    fields = [item for arg in args if hasattr(arg, "_asdict") for item in arg._asdict().items()]
+    return {name: getattr(value, "value", value) for name, value in fields}
+
+
 @contextlib.contextmanager
 def compiling() -> Iterator[list[Launch]]:
     """Turn launches into compilations for the current device; yields the growing list of them."""
@@ -82,7 +88,7 @@ def compiling() -> Iterator[list[Launch]]:
     def compile_instead(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         start = time.perf_counter()
         compiled = launch(self, *args, grid=grid, warmup=True, **kwargs)
-        results.append(Launch(self.__name__, compiled, kwargs, time.perf_counter() - start))
+        results.append(Launch(self.__name__, compiled, _named(args) | kwargs, time.perf_counter() - start))
         return compiled
 
     JITFunction.run = compile_instead
@@ -270,10 +276,14 @@ def candidate_cases(target: str) -> dict[str, Callable[[], None]]:
         "attend": lambda dtype, dim: _attend(dtype, dtype, dim, 16, 4, 128),
     }
     table: dict[str, Callable[[], None]] = {}
+    seen = []
     for stage, launch in launches.items():
         for dtype, dim in ((BF16, 128), (BF16, 256), (FP32, 128), (FP32, 256)):
             for config in space.candidates(stage, element_size=dtype.itemsize, head_dim=dim, arch=target)[1:]:
-                words = [f"{name.removeprefix('BLOCK_')}{size}" for name, size in config.tiles.items() if "BLOCK_" in name]
+                # The same configuration at another head dim is the same kernel with another constant.
+                if (stage, dtype, config) in seen:
+                    continue
+                seen.append((stage, dtype, config))
 
                 def run(
                     stage: str = stage,
@@ -285,8 +295,9 @@ def candidate_cases(target: str) -> dict[str, Callable[[], None]]:
                     with space.forced(stage, config):
                         launch(dtype, dim)
 
-                name = f"{stage}-candidate-{''.join(words)}w{config.num_warps}s{config.num_stages}"
-                table.setdefault(name, run)
+                sizes = "".join(f"{k.removeprefix('BLOCK_')}{n}" for k, n in config.tiles.items() if "BLOCK_" in k)
+                name = f"{stage}-{str(dtype).removeprefix('torch.')}-{dim}"
+                table[f"{name}-candidate-{sizes}w{config.num_warps}s{config.num_stages}"] = run
     return table
 
 

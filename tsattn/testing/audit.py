@@ -68,7 +68,7 @@ def compile_rows(target: str, only: str = "") -> Iterator[Row]:
                 "shared_bytes": shared,
                 "occupancy": occupancy,
                 "shipped": case in shipped,
-                "tensor_cores": done.options.get("DOT_F32") is False,
+                "tensor_cores": "tt.dot" in done.compiled.asm["ttir"] and "float32" not in case,
                 "seconds": round(done.seconds, 2),
                 "triton": triton.__version__,
             }
