@@ -11,7 +11,7 @@ from tsattn.tuning import space, store
 SHAPE = {"element_size": 2, "head_dim": 128, "page_size": 16}
 SHAPES = [
     {"element_size": e, "head_dim": d, "page_size": s}
-    for e, d, s in itertools.product((1, 2, 4), (16, 64, 80, 96, 128, 160, 192, 256, 512, 576), (1, 12, 16, 64, 128))
+    for e, d, s in itertools.product((1, 2, 4), (1, 16, 64, 80, 96, 128, 160, 192, 256), (1, 12, 16, 64, 128))
 ]
 
 

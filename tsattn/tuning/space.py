@@ -91,8 +91,7 @@ _ENTRIES = (
     # than one value for each thread of four warps.
     Entry("append", _append(32, 4, 1), max_head_dim=128, max_page_size=4),
     Entry("append", _append(32, 4, 2), max_head_dim=128),
-    Entry("append", _append(16, 4, 2), max_head_dim=256),
-    Entry("append", _append(8, 4, 2)),
+    Entry("append", _append(16, 4, 2)),
     # BLOCK_P counts pages of two vectors: the tile holds up to 32 KB of statistics.
     Entry("score", _score((32, 4), (64, 8), (16, 2)), element_sizes=(1, 2), max_head_dim=128),
     Entry("score", _score((16, 4), (32, 8))),
