@@ -50,7 +50,8 @@ MULTIPROCESSORS = {
     "sm_90": Multiprocessor(**_NVIDIA, shared_bytes=228 * _KB, program_shared_bytes=227 * _KB),
     "sm_100": Multiprocessor(**_NVIDIA, shared_bytes=228 * _KB, program_shared_bytes=227 * _KB),
     # AMD: "AMD Instinct MI300 CDNA3 Instruction Set Architecture" (512 registers a lane and SIMD, in units of 8; 64 KB LDS) and
-    # LLVM's AMDGPUBaseInfo.cpp (8 waves a SIMD, at most 16 work-groups of more than one wave, LDS in units of 512 bytes).
+    # LLVM's AMDGPUBaseInfo.cpp (8 waves a SIMD; LDS in units of 512 bytes; at most 16 work-groups of several waves, and 32 of
+    # one, which are counted as 16 here).
     "gfx942": Multiprocessor(
         lanes=64,
         registers=4 * 512 * 64,
