@@ -23,6 +23,8 @@ from typing import Any
 from tsattn.testing.audit_rules import Baseline, Row, row_key
 
 DEFAULT_CACHE = Path("build/triton-cache")
+#: Launches compiled before their machine code is read.
+_BATCH = 16
 _CONFIG_KEYS = ("BLOCK_", "MIN_", "MAX_")
 
 
@@ -34,44 +36,53 @@ def _config(options: Any, compiled: Any) -> dict[str, int]:
 
 def compile_rows(target: str, only: str = "") -> Iterator[Row]:
     """Compile the launches whose name contains `only` for one target, in this process."""
+    from tsattn.testing import aot
+
+    codes: dict[str, Any] = {}
+    names = [case for case in aot.all_cases(target) if only in case]
+    for first in range(0, len(names), _BATCH):
+        yield from _batch(target, names[first : first + _BATCH], codes)
+
+
+def _batch(target: str, names: Sequence[str], codes: dict[str, Any]) -> Iterator[Row]:
+    """Compile some launches, and disassemble together what is not among `codes` yet."""
     import triton
 
     from tsattn.testing import aot, machine_code
     from tsattn.tuning.hardware import programs_per_multiprocessor
 
-    codes: dict[str, machine_code.Code] = {}
-    shipped = aot.cases()
-    for case, launch in aot.all_cases(target).items():
-        if only not in case:
-            continue
+    shipped, everything = aot.cases(), aot.all_cases(target)
+    done = []
+    for case in names:
         try:
             with aot.compile_only(target) as launches:
-                launch()
-            for done in launches:
-                if done.compiled.hash not in codes:
-                    codes[done.compiled.hash] = machine_code.read(done.compiled.asm)
+                everything[case]()
         except Exception as error:  # a compiler raises what it likes; the row names the case and the audit fails on it
             yield {"case": case, "target": target, "error": f"{type(error).__name__}: {str(error)[-600:]}"}
             continue
-        for done in launches:
-            code, config = codes[done.compiled.hash], _config(done.options, done.compiled)
-            shared = int(done.compiled.metadata.shared)
-            occupancy = programs_per_multiprocessor(
-                target, registers=code.registers, shared_bytes=shared, num_warps=config["num_warps"]
-            )
-            yield {
-                "case": case,
-                "kernel": done.kernel,
-                "target": target,
-                "config": config,
-                **asdict(code),
-                "shared_bytes": shared,
-                "occupancy": occupancy,
-                "shipped": case in shipped,
-                "tensor_cores": "tt.dot" in done.compiled.asm["ttir"] and "float32" not in case,
-                "seconds": round(done.seconds, 2),
-                "triton": triton.__version__,
-            }
+        done += [(case, launch) for launch in launches]
+    new = {launch.compiled.hash: launch.compiled.asm for _, launch in done if launch.compiled.hash not in codes}
+    for name, text in zip(new, machine_code.disassemble(list(new.values())), strict=True):
+        codes[name] = machine_code.count(new[name], text)
+    for case, launch in done:
+        code, config = codes[launch.compiled.hash], _config(launch.options, launch.compiled)
+        shared = int(launch.compiled.metadata.shared)
+        occupancy = programs_per_multiprocessor(
+            target, registers=code.registers, shared_bytes=shared, num_warps=config["num_warps"]
+        )
+        yield {
+            "case": case,
+            "kernel": launch.kernel,
+            "target": target,
+            "config": config,
+            **asdict(code),
+            "shared_bytes": shared,
+            "occupancy": occupancy,
+            "shipped": case in shipped,
+            "tensor_cores": "tt.dot" in launch.compiled.asm["ttir"] and "float32" not in case,
+            "seconds": round(launch.seconds, 2),
+            "triton": triton.__version__,
+        }
 
 
 def _worker_rows(target: str, only: str, cache: Path) -> Iterator[Row]:

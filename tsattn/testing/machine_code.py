@@ -5,20 +5,22 @@ assembly text that Triton keeps. Counts are static: an instruction inside a loop
 
 **Bulk loads.** A kernel reads tiles (keys, values, statistics) and beside them lengths, page ids and scales; only the tiles
 have to come in 128-bit pieces. Triton's own layout dump (TTGIR) says for each line of a kernel what tile it loads. A line is
-*bulk* where the tile has rows and columns and at least 16 bytes for every thread of the program; all machine loads that the
-line table attributes to such a line are bulk loads. A TMA copy is always one.
+*bulk* where the tile has rows and columns and at least 16 bytes for every thread of the program; the loads of such a line are
+bulk loads. A TMA copy is always one.
 
-On NVIDIA the line table drifts: a load is several lines of inline PTX, and LLVM numbers each of them one source line further.
-The PTX still has the line in front of such a block, so it says which (line, width) pairs of the SASS belong to a bulk line.
+On NVIDIA the loads of a line are read off the PTX, which names lines exactly; the line table of the machine code drifts, since
+LLVM numbers each line of inline PTX one source line further. The assembler keeps widths, which is checked; the number of loads
+may differ by a few, where it copied or merged code.
 """
 
 from __future__ import annotations
 
 import re
+import struct
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,11 +36,11 @@ TMA = "tma"
 
 @dataclass(frozen=True)
 class Instruction:
-    """One machine instruction: its name with modifiers, its operands, and the source line it came from."""
+    """One machine instruction: its name with modifiers and, on AMD, its operands and the source line it came from."""
 
     name: str
-    operands: str
-    line: Line | None
+    operands: str = ""
+    line: Line | None = None
 
 
 @dataclass(frozen=True)
@@ -105,54 +107,75 @@ _PTX_LOC = re.compile(r"^\s*\.loc\s+(\d+) (\d+)")
 _PTX_LOAD = re.compile(r"\bld\.global(?:\.[\w:]+)*?(?:\.v(\d))?\.[a-z](\d+)\s")
 _PTX_COPY = re.compile(r"\bcp\.async\.c[ag]\S* .*\], (0x[0-9a-f]+|\d+)")
 
-Key = tuple[Line | None, str, bool]
-"""What tells machine loads apart: line, width, past the registers."""
 
-
-def _ptx_load(row: str) -> tuple[str, bool] | None:
-    """(width, past the registers) of a load from global memory, None for anything else."""
+def _ptx_load(row: str) -> str | None:
+    """Width of a load from global memory, None for anything else."""
     copy, load = _PTX_COPY.search(row), _PTX_LOAD.search(row)
     if copy:
-        return str(8 * int(copy[1], 0)), True
-    return (str(int(load[1] or 1) * int(load[2])), False) if load else None
+        return str(8 * int(copy[1], 0))
+    return str(int(load[1] or 1) * int(load[2])) if load else None
 
 
-def bulk_keys(ptx: str, tiles: set[Line]) -> set[Key]:
-    """How the line table shows the loads of the lines `tiles`."""
+def bulk_loads(ptx: str, tiles: set[Line]) -> Counter[str]:
+    """Loads of the lines `tiles`, by width."""
     files = dict(re.findall(r'^\s*\.file\s+(\d+) "([^"]+)"', ptx, re.MULTILINE))
-    shown: Line | None = None  # what the line table says
-    true: Line | None = None  # what it said in front of the inline block
-    inside = False
-    keys: set[Key] = set()
+    line: Line | None = None
+    inside = False  # of inline PTX: the line in front of it is right, those within are not
+    found: Counter[str] = Counter()
     for row in ptx.splitlines():
         place = _PTX_LOC.match(row)
-        if place:
-            shown = (files.get(place[1], ""), int(place[2]))
-            true = true if inside else shown
+        if place and not inside:
+            line = (files.get(place[1], ""), int(place[2]))
         elif "inline asm" in row:
             inside = "begin" in row
         load = _ptx_load(row)
-        if load and true in tiles:
-            keys.add((shown, *load))
-    return keys
+        if load and line in tiles:
+            found[load] += 1
+    return found
 
 
-_SASS = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*(?:\.\w+)*)([^;]*);")
-_SASS_LINE = re.compile(r'^\s*//## File "([^"]+)", line (\d+)')
+_SASS = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*(?:\.\w+)*)[^;]*;")
 
 
-def sass_instructions(text: str) -> Iterator[Instruction]:
+def _text_section(cubin: bytes) -> bytes:
+    """The code of the one kernel in a cubin, a 64-bit ELF file."""
+    (sections_at,) = struct.unpack_from("<Q", cubin, 0x28)
+    size, count, names = struct.unpack_from("<HHH", cubin, 0x3A)
+    sections = [struct.unpack_from("<IIQQQQ", cubin, sections_at + i * size) for i in range(count)]
+    code = [
+        cubin[offset : offset + length]
+        for name, _, _, _, offset, length in sections
+        if cubin.startswith(b".text.", sections[names][4] + name)
+    ]
+    if len(code) != 1:
+        raise ValueError(f"a cubin with {len(code)} pieces of code, one kernel is wanted")
+    return code[0]
+
+
+def disassemble(asms: Sequence[Any]) -> list[str]:
+    """The machine code of compiled kernels as text. Takes many at once, since nvdisasm takes longer to start than to run."""
+    texts = [str(asm.get("amdgcn", "")) for asm in asms]
+    families: dict[str, list[int]] = {}
+    for i, asm in enumerate(asms):
+        if "cubin" in asm:
+            family = re.search(r"^\.target sm_(\w+)", asm["ptx"], re.MULTILINE)
+            assert family is not None
+            families.setdefault(f"SM{family[1]}", []).append(i)
+    for family_name, members in families.items():
+        codes = [_text_section(asms[i]["cubin"]) for i in members]
+        rows = _run_on(b"".join(codes), "nvdisasm", "-b", family_name).splitlines()
+        addressed = [(int(found[1], 16), row) for row in rows if (found := _SASS.match(row))]
+        begin = 0
+        for i, code in zip(members, codes, strict=True):
+            texts[i] = "\n".join(row for address, row in addressed if begin <= address < begin + len(code))
+            begin += len(code)
+    return texts
+
+
+def sass_instructions(text: str) -> list[Instruction]:
     """Instructions of nvdisasm's output, without the padding behind the code."""
-    line: Line | None = None
-    for row in text.splitlines():
-        place = _SASS_LINE.match(row)
-        if place:
-            # Lines of a call chain follow one another; the innermost is first and says "inlined at" for the others.
-            line = (place[1], int(place[2])) if "inlined at" not in row or line is None else line
-            continue
-        found = _SASS.match(row)
-        if found and found[1] != "NOP":
-            yield Instruction(found[1], found[2], line)
+    found = (_SASS.match(row) for row in text.splitlines())
+    return [Instruction(match[2]) for match in found if match and match[2] != "NOP"]
 
 
 def sass_load(instruction: Instruction) -> tuple[str, bool] | None:
@@ -172,12 +195,12 @@ def is_sass_mma(instruction: Instruction) -> bool:
     return instruction.name.split(".")[0].endswith("MMA")  # HMMA, IMMA, HGMMA (warp groups), UTCHMMA (Blackwell), ...
 
 
-def _print_cubin(cubin: bytes, *command: str) -> str:
-    """What a tool of the CUDA toolkit prints about a cubin."""
+def _run_on(data: bytes, *command: str) -> str:
+    """What a tool of the CUDA toolkit prints about a file with this content."""
     name, *options = command
     tool = Path(triton.__file__).parent / "backends/nvidia/bin" / name
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(data)
         file.flush()
         return subprocess.run([tool, *options, file.name], capture_output=True, text=True, check=True).stdout
 
@@ -221,7 +244,7 @@ def is_gcn_mma(instruction: Instruction) -> bool:
 def usage(asm: Any) -> tuple[int, int]:
     """(registers of a thread, bytes a thread spills) of a kernel that Triton compiled."""
     if "cubin" in asm:
-        text = _print_cubin(asm["cubin"], "cuobjdump", "-res-usage")
+        text = _run_on(asm["cubin"], "cuobjdump", "-res-usage")
         found = re.search(r"REG:(?P<regs>\d+) STACK:(?P<spill>\d+)", text)
     else:
         text = asm["amdgcn"]
@@ -231,37 +254,30 @@ def usage(asm: Any) -> tuple[int, int]:
     return int(found["regs"]), int(found["spill"])
 
 
-def read(asm: Any) -> Code:
-    """Count the machine code in the `asm` mapping of a kernel that Triton compiled."""
+def _by_width(counts: Counter[str]) -> dict[str, int]:
+    return dict(sorted(counts.items(), key=lambda item: item[0].zfill(4)))
+
+
+def count(asm: Any, text: str) -> Code:
+    """Count the machine code `text` of a kernel, whose other forms are in Triton's mapping `asm`."""
+    tiles = bulk_lines(asm["ttgir"])
     if "cubin" in asm:
-        instructions = list(sass_instructions(_print_cubin(asm["cubin"], "nvdisasm", "-c", "-g", "-ndf")))
-        load, is_mma = sass_load, is_sass_mma
-        tiles = bulk_lines(asm["ttgir"])
-        keys = bulk_keys(asm["ptx"], tiles)
+        instructions, load, is_mma = sass_instructions(text), sass_load, is_sass_mma
     else:
-        instructions = list(gcn_instructions(asm["amdgcn"]))
-        load, is_mma = gcn_load, is_gcn_mma
-        tiles = bulk_lines(asm["ttgir"])
-        keys = {(tile, width, past) for tile in tiles for width in _GCN_WIDTHS.values() for past in (False, True)}
-    loads: Counter[str] = Counter()
-    bulk: Counter[str] = Counter()
-    past_registers = 0
-    for instruction in instructions:
-        found = load(instruction)
-        if found is None:
-            continue
-        width, is_async = found
-        loads[width] += 1
-        past_registers += is_async
-        if width == TMA or (instruction.line, width, is_async) in keys:
-            bulk[width] += 1
-    if tiles and not bulk:
-        raise ValueError(f"no machine load belongs to the tiles of {sorted(tiles)}: the line tables don't fit")
+        instructions, load, is_mma = list(gcn_instructions(text)), gcn_load, is_gcn_mma
+    found = [(instruction, *kind) for instruction in instructions if (kind := load(instruction)) is not None]
+    loads = Counter(width for _, width, _ in found)
+    if "cubin" in asm:
+        bulk = bulk_loads(asm["ptx"], tiles) + Counter({TMA: loads.get(TMA, 0)})
+    else:
+        bulk = Counter(width for instruction, width, _ in found if instruction.line in tiles)
+    if (tiles and not bulk) or not set(bulk) <= set(loads):
+        raise ValueError(f"the loads of the tiles of {sorted(tiles)}, {dict(bulk)}, are not those of the code: {dict(loads)}")
     return Code(
         *usage(asm),
         len(instructions),
-        dict(sorted(loads.items(), key=lambda item: item[0].zfill(4))),
-        dict(sorted(bulk.items(), key=lambda item: item[0].zfill(4))),
-        past_registers,
-        sum(is_mma(instruction) for instruction in instructions),
+        _by_width(loads),
+        _by_width(bulk),
+        sum(past_registers for _, _, past_registers in found),
+        sum(map(is_mma, instructions)),
     )
