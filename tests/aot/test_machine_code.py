@@ -49,6 +49,7 @@ module attributes {"ttg.num-warps" = 4 : i32, "ttg.threads-per-warp" = 32 : i32}
     %q = tt.load %p, %m : tensor<4x128x!tt.ptr<bf16>, #blocked> loc(#loc)
     %i = tt.load %p, %m : tensor<4096x!tt.ptr<i32>, #blocked> loc(#loc)
     %b = amdg.buffer_load %c[%o], %m {contiguity = 8 : i32} : !tt.ptr<bf16> -> tensor<16x128xbf16, #blocked> loc(#loc10)
+    %l = ttg.local_load %s : !ttg.memdesc<64x128xbf16, #shared, #smem> -> tensor<64x128xbf16, #dot> loc(#loc)
 }
 """
 PTX = """
@@ -89,6 +90,8 @@ def test_gcn_is_counted_by_opcode_and_width():
 
 def test_a_tile_has_rows_columns_and_16_bytes_for_every_thread():
     assert machine_code.bulk_lines(TTGIR) == {("/k/attend.py", 10), ("/k/attend.py", 20)}
+    older = TTGIR.replace(" : !tt.ptr<bf16> -> tensor", " : tensor")  # as Triton 3.6 writes a buffer load
+    assert machine_code.bulk_lines(older) == machine_code.bulk_lines(TTGIR)
     narrow = TTGIR.replace('"ttg.num-warps" = 4', '"ttg.num-warps" = 16')
     assert machine_code.bulk_lines(narrow) == {("/k/attend.py", 10)}
 

@@ -62,7 +62,9 @@ class Code:
 # ------------------------------------------------------------------------------------------------------------- TTGIR
 
 _LOADS = re.compile(r"\b(tt\.load|\w+\.buffer_load(?:_to_local)?|ttg\.async_copy_global_to_local)\b")
-_BITS = re.compile(r"!tt\.ptr<[a-zA-Z]+(\d+)")
+_SHAPE = re.compile(r"tensor<((?:\d+x)+)")
+# Of what is loaded: a pointer's element, or where an operation names no pointer type, the tensor's.
+_BITS = (re.compile(r"!tt\.ptr<[a-zA-Z]+(\d+)"), re.compile(r"tensor<(?:\d+x)+[a-zA-Z]+(\d+)"))
 
 
 def _source_lines(ttgir: str) -> dict[str, Line]:
@@ -89,7 +91,8 @@ def bulk_lines(ttgir: str) -> set[Line]:
     threads = int(warps[1]) * int(lanes[1])
     found = set()
     for text in ttgir.splitlines():
-        shape, bits, place = re.search(r"tensor<((?:\d+x)+)", text), _BITS.search(text), re.search(r"loc\((#loc\d*)\)$", text)
+        shape, place = _SHAPE.search(text), re.search(r"loc\((#loc\d*)\)$", text)
+        bits = _BITS[0].search(text) or _BITS[1].search(text)
         if not (_LOADS.search(text) and shape and bits and place and place[1] in places):
             continue
         sizes = [int(size) for size in shape[1].strip("x").split("x")]
