@@ -6,8 +6,10 @@ BIN := $(VENV)/bin
 JOBS ?= 2
 # The older Triton that is checked too. It needs numpy < 2.4 in the interpreter.
 OLD_TRITON := build/triton-3.6
+# Accepted instruction counts, one file per version of Triton.
+BASELINES := tests/aot/baseline
 
-.PHONY: help demo test lint types unit unit-old-triton clean
+.PHONY: help demo test lint types unit unit-old-triton audit audit-accept clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -29,6 +31,13 @@ unit: $(VENV)/.installed ## The suite on the pinned Triton (ARGS are pytest's)
 
 unit-old-triton: $(VENV)/.installed $(OLD_TRITON)/.installed ## Kernel tests and compiles on Triton 3.6
 	PYTHONPATH=$(OLD_TRITON) $(BIN)/pytest -n $(JOBS) tests/kernels tests/aot $(ARGS)
+
+audit: $(VENV)/.installed ## What every kernel compiles to for every GPU family (ARGS="--target sm_90 --only attend")
+	$(BIN)/python -m tsattn.testing.audit --jobs $(JOBS) --json build/audit.json --baseline $(BASELINES)-3.9.json $(ARGS)
+
+audit-accept: $(VENV)/.installed $(OLD_TRITON)/.installed ## Take today's instruction counts as right, on both Tritons
+	$(BIN)/python -m tsattn.testing.audit --jobs $(JOBS) --baseline $(BASELINES)-3.9.json --accept $(ARGS)
+	PYTHONPATH=$(OLD_TRITON) $(BIN)/python -m tsattn.testing.audit --jobs $(JOBS) --baseline $(BASELINES)-3.6.json --accept $(ARGS)
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

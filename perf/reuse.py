@@ -2,15 +2,16 @@
 
     python perf/reuse.py --out perf/results/cpu/reuse.jsonl
 
-Each prompt is read once and then continued by every variant. Pass keys: is the answer right? Essays: the next tokens of the text
-itself are decoded one by one, and the KL divergence of the dense model's next-token distribution from the variant's is averaged.
-``bytes_share`` counts keys, values and statistics that a variant's full-attention layers read, against dense attention. Rows are
-written after every prompt; prompts that the file holds already are skipped.
+Each prompt is read once and then continued by every variant. Pass keys: is the answer right? Essays: the next tokens of the
+text itself are decoded one by one, and the KL divergence of the variant's next-token distribution from the dense model's is
+averaged. ``bytes_share`` counts keys, values and statistics that a variant's full-attention layers read, against dense
+attention. Rows are written after every prompt; prompts that the file holds already are skipped.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import re
 from collections.abc import Iterator
@@ -43,7 +44,7 @@ def parse() -> argparse.Namespace:
 def variants(budget: int, full_layers: list[int]) -> dict[str, SparseConfig]:
     """The default configuration with every way of reuse that is compared."""
     table = {f"every {n}": SparseConfig(token_budget=budget, reselect_every=n) for n in (1, 2, 4, 8, 16)}
-    groups = [tuple(pair) for pair in zip(full_layers, full_layers[1:], strict=False)] + [tuple(full_layers)]
+    groups = [*itertools.pairwise(full_layers), tuple(full_layers)]
     for group in dict.fromkeys(groups):
         name = "layers " + "+".join(map(str, group))
         table[name] = SparseConfig(token_budget=budget, shared_layers=(group,))

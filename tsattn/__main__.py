@@ -6,9 +6,10 @@ import argparse
 from collections.abc import Sequence
 
 import tsattn
+from tsattn import tune
 from tsattn.demo import cli as demo
 
-COMMANDS = {"demo": demo}
+COMMANDS = {"demo": demo, "tune": tune}
 """Name -> module with HELP, ``add_arguments(parser)`` and ``run(args) -> exit status``."""
 
 

@@ -1,76 +1,40 @@
-"""Every kernel compiles for every GPU family that is supported, without spilling and to the instructions it was built for."""
+"""Every kernel compiles for every GPU family that is supported, and to the machine code it was built for."""
 
-import json
-import os
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
+import triton
 
-#: Bytes of shared memory that one program can have.
-SHARED_LIMIT = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
-#: Bytes of stack that don't count as spilling: a handful of scalars around a loop.
-FEW_BYTES = 64
-#: Kernels that multiply matrices: in 16-bit types they must reach the tensor cores.
-PRODUCTS = (
-    "_score_kernel",
-    "_attend_kernel",
-    "_attend_lists_kernel",
-    "_score_select_kernel",
-    "_attend_merge_kernel",
-    "_ticket_kernel",
-    "_row_kernel",
-)
-ALL_KERNELS = {
-    "_append_kernel",
-    "_rebuild_stats_kernel",
-    "_score_kernel",
-    "_page_lse_kernel",
-    "_group_softmax_kernel",
-    "_mix_kernel",
-    "_select_tile_kernel",
-    "_select_chunk_kernel",
-    "_select_merge_kernel",
-    "_select_stream_kernel",
-    "_select_heap_kernel",
-    "_top_p_kernel",
-    "_attend_kernel",
-    "_attend_lists_kernel",
-    "_merge_splits_kernel",
-    "_score_select_kernel",
-    "_attend_merge_kernel",
-    "_ticket_kernel",
-    "_row_kernel",
-    "_merge_states_kernel",
-}
+from tests.aot.known_issues import KNOWN_ISSUES
+from tsattn.testing import aot, audit_rules
+from tsattn.testing.audit import audit
+
+VERSION = ".".join(triton.__version__.split(".")[:2])
+BASELINE = Path(__file__).parent / f"baseline-{VERSION}.json"
 
 
-def compile_all(target, cache):
-    """One record per compiled kernel or failure, from a process in which kernels aren't interpreted."""
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    env |= {"TRITON_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tsattn.testing.aot", target]
-    run = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    lines = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
-    assert run.returncode == 0 and lines, run.stderr[-2000:]
-    return lines
+def test_this_triton_has_a_baseline():
+    assert BASELINE.exists(), f"no instruction counts for Triton {VERSION}: `make audit-accept` writes {BASELINE.name}"
+
+
+def test_no_known_issue_is_listed_twice():
+    named = [(i.rule, i.target, i.case, i.kernel, version) for i in KNOWN_ISSUES for version in i.triton]
+    assert len(named) == len(set(named))
+    assert {i.target for i in KNOWN_ISSUES} <= set(aot.TARGETS)
 
 
 # One test per target, not one per property: the compilations are what takes time, and xdist would repeat them.
-@pytest.mark.parametrize("target", SHARED_LIMIT)
+@pytest.mark.parametrize("target", aot.TARGETS)
 def test_compiles_to_what_the_kernels_were_built_for(target, tmp_path):
-    lines = compile_all(target, tmp_path)
-    failures = [f"{line['case']}: {line['error']}" for line in lines if "error" in line]
+    rows = audit([target], cache=tmp_path)
+    failures = [f"{row['case']}: {row['error']}" for row in rows if "error" in row]
     assert not failures, "\n".join(failures)
-    assert {line["kernel"] for line in lines} == ALL_KERNELS
+    assert {row["kernel"] for row in rows} == aot.entry_kernels()
+    # Both products must have tiles and tensor cores, or the rules about them would hold of nothing.
+    assert {row["kernel"] for row in rows if row["tensor_cores"] and row["bulk"]} >= {"_score_kernel", "_attend_kernel"}
 
-    spilling = [line for line in lines if line["spilled_bytes"] > FEW_BYTES]
-    assert not spilling, spilling
-    # Defaults must fit everywhere; a tuner drops the candidates that don't fit the GPU at hand.
-    defaults = [line for line in lines if "candidate" not in line["case"]]
-    too_large = [line for line in defaults if line["shared_bytes"] > SHARED_LIMIT[target]]
-    assert not too_large, too_large
-
-    products = [line for line in lines if line["kernel"] in PRODUCTS and "float32" not in line["case"]]
-    slow = [line for line in products if not (line["tensor_core"] and line["wide_loads"])]
-    assert products and not slow, slow
+    baseline = audit_rules.read_baseline(BASELINE)
+    found = audit_rules.findings(rows, baseline)
+    problems = audit_rules.unexpected(found, KNOWN_ISSUES, target=target, version=VERSION)
+    stale = [f"no longer compiled, `make audit-accept`: {key}" for key in audit_rules.stale(rows, baseline, target)]
+    assert not problems + stale, "\n".join(problems + stale)

@@ -2,24 +2,19 @@
 
 Inside :func:`compile_only` a launch compiles its kernel exactly as it would on the target (same specialisation of strides,
 alignment and unit sizes) and doesn't run it. Needs a process without ``TRITON_INTERPRET``, which Triton reads when a kernel
-is defined; so the gate in ``tests/aot`` runs this module in a process of its own:
-
-    python -m tsattn.testing.aot sm_90        one JSON line per compiled kernel, or per failure
+is defined; so :mod:`tsattn.testing.audit` compiles in processes of its own.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
+import importlib
 import os
+import pkgutil
 import re
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # its default changes between releases
@@ -28,6 +23,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
+from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 from tsattn import kernels
@@ -46,17 +42,13 @@ CANDIDATE_TARGETS = ("sm_90", "gfx942")
 
 
 @dataclass(frozen=True)
-class Compiled:
+class Launch:
     """What one launch compiled to."""
 
-    case: str
     kernel: str
-    target: str
-    shared_bytes: int
-    registers: int
-    spilled_bytes: int
-    tensor_core: bool
-    wide_loads: bool  # some global memory is read in 128-bit pieces
+    compiled: Any
+    options: Mapping[str, Any]
+    """What the launcher passed by name, in a named tuple too: sizes, tiles, warps, stages."""
     seconds: float
 
 
@@ -75,22 +67,30 @@ class _CompileOnlyDriver:
     def get_current_target(self) -> Any:
         return TARGETS[self._target]
 
+    def get_device_name(self, device: int) -> None:
+        return None  # no GPU, so no tuning table
+
+
+def _named(args: tuple[Any, ...]) -> dict[str, Any]:
+    """Fields of the named tuples among a launch's arguments."""
+    fields = [item for arg in args if hasattr(arg, "_asdict") for item in arg._asdict().items()]
+    return {name: getattr(value, "value", value) for name, value in fields}
+
 
 @contextlib.contextmanager
-def compile_only(target: str) -> Iterator[list[tuple[str, Any, float]]]:
-    """Turn launches into compilations for `target`; yields the growing list of (kernel name, result, seconds)."""
+def compiling() -> Iterator[list[Launch]]:
+    """Turn launches into compilations for the current device; yields the growing list of them."""
     if triton.knobs.runtime.interpret:
         raise RuntimeError("TRITON_INTERPRET is set: an interpreted kernel can't be compiled in the same process")
-    results: list[tuple[str, Any, float]] = []
+    results: list[Launch] = []
     launch = JITFunction.run
 
     def compile_instead(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         start = time.perf_counter()
         compiled = launch(self, *args, grid=grid, warmup=True, **kwargs)
-        results.append((self.__name__, compiled, time.perf_counter() - start))
+        results.append(Launch(self.__name__, compiled, _named(args) | kwargs, time.perf_counter() - start))
         return compiled
 
-    driver.set_active(_CompileOnlyDriver(target))
     JITFunction.run = compile_instead
     try:
         yield results
@@ -98,34 +98,12 @@ def compile_only(target: str) -> Iterator[list[tuple[str, Any, float]]]:
         JITFunction.run = launch
 
 
-def _nvidia_usage(cubin: bytes) -> tuple[int, int]:
-    """(registers, bytes of stack) of a cubin."""
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
-    if found is None:
-        raise ValueError(f"no resource usage in the output of cuobjdump: {text[:200]}")
-    return int(found[1]), int(found[2])
-
-
-def inspect(case: str, target: str, kernel: str, compiled: Any, seconds: float) -> Compiled:
-    """Read registers, spills and instruction kinds out of a compiled kernel."""
-    if "cubin" in compiled.asm:
-        registers, spilled = _nvidia_usage(compiled.asm["cubin"])
-        text = compiled.asm["ptx"]
-        tensor_core = "mma.sync" in text or "wgmma" in text or "tcgen05.mma" in text
-        wide = re.search(r"ld\.global\S*\.v4\.(b32|u32|f32)|ld\.global\S*\.v2\.b64|cp\.async\.cg.*0x10", text) is not None
-    else:
-        text = compiled.asm["amdgcn"]
-        registers = int(re.search(r"\.vgpr_count:\s*(\d+)", text)[1])  # type: ignore[index]
-        spilled = 4 * int(re.search(r"\.vgpr_spill_count:\s*(\d+)", text)[1])  # type: ignore[index]
-        tensor_core = "v_mfma" in text
-        wide = "load_dwordx4" in text
-    shared = int(compiled.metadata.shared)
-    return Compiled(case, kernel, target, shared, registers, spilled, tensor_core, wide, round(seconds, 2))
+@contextlib.contextmanager
+def compile_only(target: str) -> Iterator[list[Launch]]:
+    """Turn launches into compilations for `target`, which needn't be there; this process keeps its driver."""
+    driver.set_active(_CompileOnlyDriver(target))
+    with compiling() as results:
+        yield results
 
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -296,6 +274,7 @@ def cases() -> dict[str, Callable[[], None]]:
     add(_append, "means", 2, FP16, FP16, FP16, 80, 64)
     add(_append, "means", 1, BF16, FP8, BF16, 256, 16)
     add(_append, "meanvar", 2, FP16, INT8, FP32, 128, 1)
+    add(_append, "means", 2, BF16, BF16, BF16, 192, 64)
     add(_append, "means", 8, FP32, FP8, FP32, 256, 128)
 
     add(_score, "minmax", 2, BF16, BF16, 128, 16, 4, "max")
@@ -341,42 +320,50 @@ def cases() -> dict[str, Callable[[], None]]:
     return table
 
 
-def candidate_cases() -> dict[str, Callable[[], None]]:
-    """Every candidate configuration of the stages that have several, at one common shape."""
-    table: dict[str, Callable[[], None]] = {}
-    common: dict[str, Callable[[], None]] = {
-        "append": lambda: _append("means", 2, BF16, BF16, BF16, 128, 16),
-        "score": lambda: _score("means", 2, BF16, BF16, 128, 16, 4, "max"),
-        "attend": lambda: _attend(BF16, BF16, 128, 16, 4, 128),
+def candidate_cases(target: str) -> dict[str, Callable[[], None]]:
+    """Every candidate configuration that no case of :func:`cases` compiles, at a common shape that has it."""
+    launches: dict[str, Callable[[torch.dtype, int], None]] = {
+        "append": lambda dtype, dim: _append("means", 2, dtype, dtype, dtype, dim, 16),
+        "score": lambda dtype, dim: _score("means", 2, dtype, dtype, dim, 16, 4, "max"),
+        "attend": lambda dtype, dim: _attend(dtype, dtype, dim, 16, 4, 128),
     }
-    for stage, launch in common.items():
-        for number, config in enumerate(space.candidates(stage)[1:], start=1):
+    table: dict[str, Callable[[], None]] = {}
+    seen = []
+    for stage, launch in launches.items():
+        for dtype, dim in ((BF16, 128), (BF16, 256), (FP32, 128), (FP32, 256)):
+            for config in space.candidates(stage, element_size=dtype.itemsize, head_dim=dim, arch=target)[1:]:
+                # The same configuration at another head dim is the same kernel with another constant.
+                if (stage, dtype, config) in seen:
+                    continue
+                seen.append((stage, dtype, config))
 
-            def run(stage: str = stage, launch: Callable[[], None] = launch, config: space.Config = config) -> None:
-                with space.forced(stage, config):
-                    launch()
+                def run(
+                    stage: str = stage,
+                    launch: Callable[[torch.dtype, int], None] = launch,
+                    config: space.Config = config,
+                    dtype: torch.dtype = dtype,
+                    dim: int = dim,
+                ) -> None:
+                    with space.forced(stage, config):
+                        launch(dtype, dim)
 
-            table[f"{stage}-candidate-{number}"] = run
+                sizes = "".join(f"{k.removeprefix('BLOCK_')}{n}" for k, n in config.tiles.items() if "BLOCK_" in k)
+                name = f"{stage}-{str(dtype).removeprefix('torch.')}-{dim}"
+                table[f"{name}-candidate-{sizes}w{config.num_warps}s{config.num_stages}"] = run
     return table
 
 
-def main(target: str, only: str = "") -> None:
-    """Compile the cases whose name contains `only` for one target and print a JSON line for each kernel or failure."""
-    table = cases()
-    if target in CANDIDATE_TARGETS:
-        table |= candidate_cases()
-    for name, launch in table.items():
-        if only not in name:
-            continue
-        try:
-            with compile_only(target) as results:
-                launch()
-        except Exception as error:  # a compiler raises what it likes; the line names the case and the gate fails on it
-            print(json.dumps({"case": name, "target": target, "error": f"{type(error).__name__}: {str(error)[-600:]}"}))
-            continue
-        for kernel, compiled, seconds in results:
-            print(json.dumps(asdict(inspect(name, target, kernel, compiled, seconds))), flush=True)
+def all_cases(target: str) -> dict[str, Callable[[], None]]:
+    """What is compiled for a target: the launches, and on one target per vendor all candidates."""
+    return cases() | (candidate_cases(target) if target in CANDIDATE_TARGETS else {})
 
 
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+def entry_kernels() -> set[str]:
+    """Names of all kernels that tsattn.kernels defines for launching."""
+    # Where this process interprets kernels they are of another class.
+    jit_types = (JITFunction, InterpretedFunction)
+    names = set()
+    for module in pkgutil.iter_modules(kernels.__path__, "tsattn.kernels."):
+        values = vars(importlib.import_module(module.name)).items()
+        names |= {name for name, value in values if isinstance(value, jit_types) and re.fullmatch(r"_\w+_kernel", name)}
+    return names
