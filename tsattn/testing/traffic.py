@@ -164,6 +164,18 @@ class _Region:
             loads=self.total_loads if index is None else self.loads[index],
         )
 
+    def times(self, index: int, kind: str) -> Tensor:
+        """How often each element of one tensor was touched, in its shape."""
+        tensor = self.tensors[self.names[index]]
+        step = tensor.element_size() // self.unit
+        counter = self.counters[kind]
+        strides = [s * step * counter.itemsize for s in tensor.stride()]
+        return torch.from_numpy(
+            np.lib.stride_tricks.as_strided(counter[int(tensor.storage_offset()) * step :], tensor.shape, strides).astype(
+                np.int64
+            )
+        )
+
     def nearest(self, address: int) -> tuple[int, str]:
         """Distance in bytes from an address to the nearest element, and that in words."""
         owned = np.flatnonzero(self.owners)
@@ -297,6 +309,13 @@ class Traffic:
             return sum((r.count() for r in self._regions if r.is_scratch), Count())
         place = self._where[name]
         return Count() if place is None else place[0].count(place[1])
+
+    def times(self, name: str, kind: str = "load") -> Tensor:
+        """How often each element of a named tensor was touched by kind "load", "store" or "atomic": int64 in its shape."""
+        place = self._where[name]
+        if place is None:
+            raise ValueError(f"{name!r} has no elements")
+        return place[0].times(place[1], kind)
 
     @property
     def scratch(self) -> dict[str, Count]:
