@@ -1,6 +1,7 @@
 """The counter itself: what a lane counts as, what is refused, and that the interpreter is left as it was."""
 
 import contextlib
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -34,6 +35,17 @@ def _atomic_kernel(counter, flag, BLOCK: tl.constexpr):
 @triton.jit
 def _wide_kernel(target, source):
     tl.store(target, tl.load(source.to(tl.pointer_type(tl.int32))))
+
+
+class Pair(NamedTuple):
+    target: object
+    source: object
+
+
+@triton.jit
+def _pair_kernel(pair, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    tl.store(pair.target + i, tl.load(pair.source + i))
 
 
 def copy(target, source, stride=1, shift=0, count=None, block=8, programs=1):
@@ -198,6 +210,49 @@ def test_the_end_of_scratch_is_an_end():
         copy(torch.empty(7), source, count=8)
 
 
+def test_pieces_of_one_buffer_are_told_apart():
+    source = torch.arange(16.0)
+    with Traffic(source=source) as t:
+        buffer = torch.empty(256, dtype=torch.uint8)
+        first, second = buffer[:32].view(torch.float32), buffer[64:80].view(torch.float16)
+        copy(first, source)
+        copy(second, first, count=3)
+    assert t["source"].loaded == 32
+    assert t.scratch == {
+        "target": Count(loaded=12, fetched=12, stored=38, unique_read=12, unique_written=38, sectors=2, loads=1)
+    }
+    with pytest.raises(ValueError, match="result shares its memory with other scratch"):
+        t.claim(result=first)
+    with pytest.raises(OutOfBounds, match=r"behind an element of 'target', torch\.float16 \[8\]"), Traffic(source=source):
+        copy(torch.empty(256, dtype=torch.uint8)[:16].view(torch.float16), source, count=9, block=16)
+
+
+def test_overlapping_views_of_scratch_in_one_launch():
+    with Traffic() as t:
+        buffer = torch.zeros(16)
+        copy(buffer[4:12], buffer[:8])
+    assert t["scratch"] == t.total
+    assert t["scratch"].loaded == t["scratch"].stored == 32 and t["scratch"].sectors == 2
+
+
+def test_tensors_in_a_tuple():
+    source = torch.arange(8.0)
+    with Traffic(source=source) as t:
+        _pair_kernel[(1,)](Pair(torch.empty(8), source), BLOCK=8)
+    assert t["source"].loaded == 32 and t.scratch["target"].stored == 32
+    with pytest.raises(OutOfBounds, match="behind an element of 'source'"), Traffic(source=source):
+        _pair_kernel[(1,)](Pair(torch.empty(16), source), BLOCK=16)
+
+
+def test_a_named_tensor_that_the_launch_was_not_given():
+    pool = torch.arange(64.0).view(2, 32)
+    a, b = pool[0].clone(), pool[1].clone()
+    shift = (b.data_ptr() - a.data_ptr()) // 4
+    match = "on 'b', .* which the launch was not given"
+    with pytest.raises(OutOfBounds, match=match), Traffic(a=a, b=b, target=(target := torch.zeros(8))):
+        copy(target, a, shift=shift)
+
+
 def test_freed_scratch_is_not_given_out_again():
     source = torch.arange(8.0)
     with Traffic(source=source) as t:
@@ -226,6 +281,8 @@ def test_results_can_be_named_afterwards():
     assert t["result"].stored == 32 and t["scratch"].stored == 8
     with pytest.raises(ValueError, match="'source' is taken"):
         t.claim(source=rest)
+    with Traffic(), pytest.raises(RuntimeError, match="after the block"):
+        Traffic._active.claim(result=result)
     with pytest.raises(ValueError, match="late was not allocated inside"):
         t.claim(late=torch.zeros(3))
 
