@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from perf import workloads
 from tsattn import cost_append, cost_kernels
 from tsattn.cost import Cost, Layer, Roofline, dense_floor, ideal_speedup, kept_pages, kept_tokens, roofline, sparse_floor
 
@@ -154,6 +155,34 @@ def test_append_by_hand():
     assert cost.read == {"slot_mapping": (2 + 1 + 2 + 2) * 8, "k": 32, "v": 32, "k_cache": 3 * 16}
     assert cost.written == {"k_cache": 32, "v_cache": 32, "page_stats": 2 * 8 * 2}
     assert cost_append.append_floor(Layer(1, 1, 8), 2, [3], 2).read["k_cache"] == 48
+
+
+def test_workloads_are_named_and_consistent():
+    assert len(workloads.WORKLOADS) == 5 * 8 * 4 * 3 * 3 * 3
+    for workload in workloads.WORKLOADS.values():
+        model = workload.model
+        assert model.heads_q % model.heads_kv == 0 and model.source.startswith("https://")
+        assert workload.layer.group == workload.one_head.group == workload.one_head.heads_q
+    (found,) = workloads.find(["llama-3.1-8b-32k-b4-t2048-s16-minmax"])
+    assert found.layer == LLAMA and (found.context, found.batch, found.budget) == (32768, 4, 2048)
+    assert len(workloads.find(["gemma*-2k-b1-t512-*", "gemma*-2k-b1-t512-s16-means2"])) == 9
+    with pytest.raises(ValueError, match="no workload matches 'llama-9'"):
+        workloads.find(["llama-9"])
+
+
+def test_one_head_and_one_row_add_up():
+    for name in ("qwen3-14b-8k-b4-t512-s32-means1", "tinyllama-1.1b-2k-b16-t1024-s16-means2"):
+        (w,) = workloads.find([name])
+        head, cells = w.one_head, w.layer.pages(w.context)
+        for whole, part in (
+            (sparse_floor(w.layer, [w.context] * w.batch, w.budget), sparse_floor(head, [w.context], w.budget)),
+            (cost_kernels.dense(w.layer, [w.context] * w.batch, cells), cost_kernels.dense(head, [w.context], cells)),
+            (
+                cost_kernels.separate(w.layer, [w.context] * w.batch, cells, w.budget),
+                cost_kernels.separate(head, [w.context], cells, w.budget),
+            ),
+        ):
+            assert whole == part * (w.batch * w.model.heads_kv)
 
 
 def test_the_model_needs_no_torch():

@@ -125,6 +125,10 @@ def test_small_tiles():
     assert_times(t, "k_cache", fills(slots, 128, 2))
 
 
+def test_a_tile_that_reaches_into_the_next_page():
+    append(CASES[5], [3, 12, 13, 25, 5])
+
+
 def test_one_step_of_decoding():
     slots = [17, 48, 95, 200]
     t = append(CASES[0], slots)

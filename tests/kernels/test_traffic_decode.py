@@ -80,33 +80,46 @@ def check_floor(t, case, result):
         assert not t[name].stored and not t[name].atomic
 
 
-@pytest.mark.parametrize("plan", EVERY_PLAN)
-@pytest.mark.parametrize("case", CASES, ids=lambda c: "-".join(str(x).replace("torch.", "") for d in c for x in d.values()))
-def test_a_step_moves_the_floor_and_what_the_model_says(case, plan):
-    options, config = case
-    case = traffic_case((100, 0, 1, 200, 333), **options)
-    config = {"token_budget": 96, **config}
-    config = tsattn.SparseConfig(page_size=case.page_size, kind=case.kind, parts=options.get("parts", 2), plan=plan, **config)
-    t, result = decode(case, config)
-    check_floor(t, case, result)
-    per_list = config.group_reduce == "none"
-    layer, lengths = layer_of(case, per_list), case.seq_lens.tolist()
-    floor = cost.sparse_floor(layer, lengths, config.token_budget)
-    for name in ("page_stats", "k_cache", "v_cache"):
-        assert t[name].loaded == floor.read[name]
-    assert t["q"].unique_read == floor.read["q"] and t["out"].stored == floor.written["out"]
-    ours = cost_kernels.PLANS[plan](
-        layer,
-        lengths,
+def assert_as_the_model_says(t, case, config, sink_size=0):
+    """Every input, every result and all bytes together are moved as the cost of the plan has it, where it has one."""
+    if config.plan not in cost_kernels.PLANS:
+        return
+    ours = cost_kernels.PLANS[config.plan](
+        layer_of(case, config.group_reduce == "none"),
+        case.seq_lens.tolist(),
         case.page_table.shape[1],
         config.token_budget,
         tiles_in_force(),
         sink_pages=config.sink_pages,
         recent_pages=config.recent_pages,
         reduce=config.group_reduce,
+        sink_size=sink_size,
     )
-    assert {n: t[n].fetched for n in inputs(case) if t[n].fetched} == {n: ours.read[n] for n in inputs(case) if n in ours.read}
+    for name in (*inputs(case), "out", "lse", "page_ids", "page_counts"):
+        assert (t[name].fetched, t[name].stored) == (ours.read.get(name, 0), ours.written.get(name, 0)), name
     assert (t.total.fetched, t.total.stored) == (ours.bytes_read, ours.bytes_written)
+
+
+def test_every_plan_has_a_cost():
+    assert set(cost_kernels.PLANS) == set(EVERY_PLAN)
+
+
+@pytest.mark.parametrize("plan", EVERY_PLAN)
+@pytest.mark.parametrize("case", CASES, ids=lambda c: "-".join(str(x).replace("torch.", "") for d in c for x in d.values()))
+def test_a_step_moves_the_floor_and_what_the_model_says(case, plan):
+    options, config = case
+    case = traffic_case((100, 0, 1, 200, 333), **options)
+    config = tsattn.SparseConfig(
+        **{"token_budget": 96, "page_size": case.page_size, "kind": case.kind, "plan": plan, **config},
+        parts=options.get("parts", 2),
+    )
+    t, result = decode(case, config)
+    check_floor(t, case, result)
+    floor = cost.sparse_floor(layer_of(case, config.group_reduce == "none"), case.seq_lens.tolist(), config.token_budget)
+    for name in ("page_stats", "k_cache", "v_cache"):
+        assert t[name].loaded == floor.read[name]
+    assert t["q"].unique_read == floor.read["q"] and t["out"].stored == floor.written["out"]
+    assert_as_the_model_says(t, case, config)
 
 
 @pytest.mark.parametrize("plan", EVERY_PLAN)
@@ -115,9 +128,8 @@ def test_splits_sinks_and_softcap(plan):
     config = tsattn.SparseConfig(token_budget=200, plan=plan)
     with space.forced("attend", space.Config({"BLOCK_T": 16, "MIN_TILES": 1, "MAX_SPLITS": 8})):
         t, result = decode(case, config, sinks=torch.zeros(4), softcap=20.0)
-        ours = cost_kernels.PLANS[plan](layer_of(case), [100, 0, 333], 22, 200, tiles_in_force(), sink_size=4)
+        assert_as_the_model_says(t, case, config, sink_size=4)
     check_floor(t, case, result)
-    assert (t.total.fetched, t.total.stored) == (ours.bytes_read, ours.bytes_written)
 
 
 @pytest.mark.parametrize("plan", EVERY_PLAN)

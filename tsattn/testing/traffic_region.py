@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -76,6 +77,7 @@ class Region:
             view = self._elements(self.owners, i)
             view |= self.owners.dtype.type(1 << i)
         self.counters = {kind: np.zeros(units, dtype=np.uint32) for kind in KINDS}
+        self._used: set[str] = set()
         self._stamps = np.zeros(units, dtype=np.int32)
         self._fetched = [0] * (len(self.names) + 1)  # the last is that of the whole region
         self._loads = [0] * (len(self.names) + 1)
@@ -101,6 +103,7 @@ class Region:
         good = self._whole_elements(owners, offset, size)
         if not good.all():
             return int(np.argmin(good))
+        self._used.add(kind)
         np.add.at(self.counters[kind], units, 1)
         if kind == "load":
             lanes = np.arange(len(first), dtype=np.int32)
@@ -127,9 +130,11 @@ class Region:
 
     def count(self, index: int = -1) -> Count:
         """The count of one tensor; -1 is the whole region."""
-        mine = self.owners != 0 if index < 0 else (self.owners & self.owners.dtype.type(1 << index)) != 0
-        load, store, atomic = (np.where(mine, self.counters[kind], 0) for kind in KINDS)
-        touched = np.flatnonzero((load > 0) | (store > 0) | (atomic > 0))
+        used = [self.counters[kind] for kind in sorted(self._used)]
+        touched = np.flatnonzero(functools.reduce(np.bitwise_or, used)) if used else np.zeros(0, dtype=np.int64)
+        if index >= 0:
+            touched = touched[(self.owners[touched] & self.owners.dtype.type(1 << index)) != 0]
+        load, store, atomic = (self.counters[kind][touched] for kind in KINDS)
         return Count(
             loaded=int(load.sum(dtype=np.int64)) * self.unit,
             fetched=self._fetched[index],
