@@ -77,15 +77,19 @@ def assert_moved(t, cost, names, scratch=None):
         name = (scratch or {}).get(label, label)
         counts[name] = counts.get(name, Count()) + count
     actual = Cost({n: c.fetched for n, c in counts.items()}, {n: c.stored for n, c in counts.items()})
-    assert dict(actual.read) == dict(cost.read)
-    assert dict(actual.written) == dict(cost.written)
+    for what, here, there in (("read", actual.read, cost.read), ("written", actual.written, cost.written)):
+        wrong = {n: (here.get(n, 0), there.get(n, 0)) for n in {*here, *there} if here.get(n) != there.get(n)}
+        assert not wrong, f"bytes {what}, counted and by the model: {wrong}"
     assert t.total.fetched == cost.bytes_read and t.total.stored == cost.bytes_written and t.total.atomic == 0
 
 
 def assert_times(t, name, expected, kind="load"):
     """Every element of a tensor was touched as often as the tensor `expected` says, which broadcasts."""
     times = t.times(name, kind)
-    assert torch.equal(times, expected.to(torch.int64).expand(times.shape).contiguous()), name
+    wrong = (times != expected.to(torch.int64).expand(times.shape)).nonzero()
+    assert not len(wrong), (
+        f"{name}: {len(wrong)} elements, first {wrong[0].tolist()} with {times[tuple(wrong[0])]} of kind {kind}"
+    )
 
 
 def table_of_pages(case, pages_per_list):
