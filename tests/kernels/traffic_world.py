@@ -1,0 +1,116 @@
+"""What the traffic tests share: tensors with gaps around them, the tiles in force, and the comparison with the cost model."""
+
+from dataclasses import fields
+
+import torch
+
+from tsattn import cost_kernels
+from tsattn.cost import Cost, Layer
+from tsattn.testing import make_case
+from tsattn.testing.traffic import Count
+from tsattn.tuning import space
+
+BF16, FP16, FP32, INT8, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.int8, torch.float8_e4m3fn
+
+
+def gapped(tensor, before=3, after=5):
+    """The same values as a view with unused elements around every row of the last axis."""
+    wide = tensor.new_empty((*tensor.shape[:-1], before + tensor.shape[-1] + after))
+    view = wide[..., before : before + tensor.shape[-1]]
+    view.copy_(tensor)
+    return view
+
+
+def traffic_case(lengths, **options):
+    """A case whose q, statistics, table and lengths are views with gaps."""
+    case = make_case(lengths, **options)
+    case.q = gapped(case.q)
+    stats = case.page_stats
+    pool = stats.new_empty((stats.shape[0], 2, *stats.shape[1:]))
+    case.page_stats = pool[:, 1]
+    case.page_stats.copy_(stats)
+    case.page_table = gapped(case.page_table)
+    case.seq_lens = gapped(case.seq_lens[:, None])[:, 0]
+    return case
+
+
+def inputs(case):
+    """The tensors of a case by name."""
+    names = ("q", "k_cache", "v_cache", "page_stats", "page_table", "seq_lens", "k_scale", "v_scale")
+    return {name: getattr(case, name) for name in names}
+
+
+def layer_of(case, per_query_head=False):
+    """The layer that a case is made for."""
+    _, size, heads_kv, dim = case.k_cache.shape
+    return Layer(
+        heads_q=case.q.shape[1],
+        heads_kv=heads_kv,
+        head_dim=dim,
+        page_size=size,
+        vectors=case.page_stats.shape[2],
+        kind=case.kind,
+        q_size=case.q.element_size(),
+        kv_size=case.k_cache.element_size(),
+        stats_size=case.page_stats.element_size(),
+        scales=case.k_scale is not None,
+        per_query_head=per_query_head,
+    )
+
+
+def tiles_in_force():
+    """The tiles that the launchers take now."""
+    chosen = {}
+    for stage in ("score", "reduce", "select", "attend"):
+        chosen |= space.pick(stage).tiles
+    known = {f.name for f in fields(cost_kernels.Tiles)}
+    return cost_kernels.Tiles(**{name: size for name, size in chosen.items() if name in known})
+
+
+def assert_moved(t, cost, names, scratch=None):
+    """Fetches and stores of every tensor are those of the cost, and no other tensor was touched.
+
+    `scratch` gives the cost's name of scratch that kernels know by another parameter.
+    """
+    counts = {name: t[name] for name in names}
+    for label, count in t.scratch.items():
+        name = (scratch or {}).get(label, label)
+        counts[name] = counts.get(name, Count()) + count
+    actual = Cost({n: c.fetched for n, c in counts.items()}, {n: c.stored for n, c in counts.items()})
+    for what, here, there in (("read", actual.read, cost.read), ("written", actual.written, cost.written)):
+        wrong = {n: (here.get(n, 0), there.get(n, 0)) for n in {*here, *there} if here.get(n) != there.get(n)}
+        assert not wrong, f"bytes {what}, counted and by the model: {wrong}"
+    assert t.total.fetched == cost.bytes_read and t.total.stored == cost.bytes_written and t.total.atomic == 0
+
+
+def assert_times(t, name, expected, kind="load"):
+    """Every element of a tensor was touched as often as the tensor `expected` says, which broadcasts."""
+    times = t.times(name, kind)
+    wrong = (times != expected.to(torch.int64).expand(times.shape)).nonzero()
+    assert not len(wrong), (
+        f"{name}: {len(wrong)} elements, first {wrong[0].tolist()} with {times[tuple(wrong[0])]} of kind {kind}"
+    )
+
+
+def table_of_pages(case, pages_per_list):
+    """How often lists name each (physical page, slot, KV head): int64 [num_pages, S, HKV, 1].
+
+    `pages_per_list[r][h]` are logical pages; only slots that hold tokens count, from `first` tokens on.
+    """
+    num_pages, size, heads_kv, _ = case.k_cache.shape
+    times = torch.zeros((num_pages, size, heads_kv, 1), dtype=torch.int64)
+    for r, lists in enumerate(pages_per_list):
+        length = int(case.seq_lens[r])
+        for h, pages in enumerate(lists):
+            for n in pages:
+                fill = min(max(length - n * size, 0), size)
+                times[int(case.page_table[r, n]), :fill, h * heads_kv // len(lists)] += 1
+    return times
+
+
+def used_pages(case):
+    """1 for the physical pages that rows use, [num_pages, 1, 1, 1]."""
+    used = torch.zeros(case.k_cache.shape[0], dtype=torch.int64)
+    for r, length in enumerate(case.seq_lens.tolist()):
+        used[case.page_table[r, : -(-length // case.page_size)].long()] += 1
+    return used[:, None, None, None]

@@ -1,0 +1,172 @@
+"""What a decode step must move and compute at the least, and how fast a machine could do it. Plain Python.
+
+The floor is what any implementation moves: the statistics of all pages once, the tokens of every list once, q and out.
+:mod:`tsattn.cost_kernels` has what the Triton kernels move. Flops are those of matrix products, two per multiply-add. All
+costs are sums over rows and KV heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Bytes read and written, by tensor, and flops.
+
+    Attributes
+    ----------
+    read, written : mapping of str to int
+        Bytes by tensor; tensors that nothing is done to are absent.
+    flops : int
+        Of matrix products.
+    """
+
+    read: Mapping[str, int] = field(default_factory=dict)
+    written: Mapping[str, int] = field(default_factory=dict)
+    flops: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("read", "written"):
+            object.__setattr__(self, name, {k: v for k, v in getattr(self, name).items() if v})
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(_sum(self.read, other.read), _sum(self.written, other.written), self.flops + other.flops)
+
+    def __mul__(self, times: int) -> Cost:
+        return Cost(
+            {k: v * times for k, v in self.read.items()}, {k: v * times for k, v in self.written.items()}, self.flops * times
+        )
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes read, all tensors together."""
+        return sum(self.read.values())
+
+    @property
+    def bytes_written(self) -> int:
+        """Bytes written, all tensors together."""
+        return sum(self.written.values())
+
+    @property
+    def bytes(self) -> int:
+        """Bytes read and written."""
+        return self.bytes_read + self.bytes_written
+
+
+def _sum(a: Mapping[str, int], b: Mapping[str, int]) -> dict[str, int]:
+    return {name: a.get(name, 0) + b.get(name, 0) for name in (*a, *(n for n in b if n not in a))}
+
+
+def cdiv(a: int, b: int) -> int:
+    """Ceiling of a / b."""
+    return -(-a // b)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What a model and its cache fix: letters HQ, HKV, D, S, M, and bytes per element.
+
+    Attributes
+    ----------
+    heads_q, heads_kv, head_dim, page_size, vectors : int
+        HQ, HKV, D, S and M.
+    kind : {"means", "minmax", "meanvar"}
+        The page summary.
+    q_size, kv_size, stats_size : int
+        Bytes of an element of q and out, of K and V, of the statistics.
+    scales : bool
+        Whether K and V have a scale per head.
+    per_query_head : bool
+        Lists per query head instead of per KV head.
+    """
+
+    heads_q: int
+    heads_kv: int
+    head_dim: int
+    page_size: int = 16
+    vectors: int = 2
+    kind: str = "means"
+    q_size: int = 2
+    kv_size: int = 2
+    stats_size: int = 2
+    scales: bool = False
+    per_query_head: bool = False
+
+    @property
+    def group(self) -> int:
+        """G, query heads per KV head."""
+        return self.heads_q // self.heads_kv
+
+    @property
+    def lists(self) -> int:
+        """HL, lists per row."""
+        return self.heads_q if self.per_query_head else self.heads_kv
+
+    @property
+    def token(self) -> int:
+        """Bytes of one token's K and V in one KV head."""
+        return 2 * self.head_dim * self.kv_size
+
+    @property
+    def page_summary(self) -> int:
+        """Bytes of one page's statistics in one KV head."""
+        return self.vectors * self.head_dim * self.stats_size
+
+    def pages(self, length: int) -> int:
+        """P, pages of a row."""
+        return cdiv(length, self.page_size)
+
+
+def kept_pages(layer: Layer, length: int, budget: int) -> int:
+    """Pages that a row keeps within a budget in tokens."""
+    return min(layer.pages(length), cdiv(budget, layer.page_size))
+
+
+def kept_tokens(layer: Layer, length: int, budget: int) -> int:
+    """Tokens that a list of a row reads: full pages, and the last one, which is always kept, as far as it is filled."""
+    missing = layer.pages(length) * layer.page_size - length
+    return max(kept_pages(layer, length, budget) * layer.page_size - missing, 0)
+
+
+def _queries(layer: Layer) -> tuple[dict[str, int], dict[str, int]]:
+    size = layer.heads_q * layer.head_dim * layer.q_size
+    return {"q": size}, {"out": size}
+
+
+def dense_floor(layer: Layer, lengths: Sequence[int]) -> Cost:
+    """What dense decoding of rows of these lengths must move: all keys and values once, q and out."""
+    rows = Cost(*_queries(layer)) * len(lengths)
+    half = layer.heads_kv * layer.token // 2 * sum(lengths)
+    return rows + Cost({"k_cache": half, "v_cache": half}, {}, 4 * layer.heads_q * layer.head_dim * sum(lengths))
+
+
+def sparse_floor(layer: Layer, lengths: Sequence[int], budget: int) -> Cost:
+    """What page selection with `budget` tokens per list must move: statistics once, each list's tokens once, q and out."""
+    rows = Cost(*_queries(layer)) * len(lengths)
+    pages = sum(layer.pages(n) for n in lengths)
+    tokens = sum(kept_tokens(layer, n, budget) for n in lengths)
+    half = layer.lists * layer.token // 2 * tokens
+    reads = {"page_stats": layer.heads_kv * layer.page_summary * pages, "k_cache": half, "v_cache": half}
+    flops = layer.heads_q * layer.head_dim * (2 * layer.vectors * pages + 4 * tokens)
+    return rows + Cost(reads, {}, flops)
+
+
+def ideal_speedup(layer: Layer, length: int, budget: int) -> float:
+    """Bytes of K and V in dense decoding over statistics and selected tokens, for long rows: q, out and page ends left out."""
+    return 1.0 / (layer.page_summary / (layer.page_size * layer.token) + budget / length)
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """Time that a machine needs at least, and what bounds it ("bytes" or "flops")."""
+
+    seconds: float
+    bound: str
+
+
+def roofline(cost: Cost, *, bandwidth: float, flops: float) -> Roofline:
+    """The least time of a cost on a machine of `bandwidth` bytes and `flops` operations per second."""
+    moving, computing = cost.bytes / bandwidth, cost.flops / flops
+    return Roofline(max(moving, computing), "bytes" if moving >= computing else "flops")
