@@ -1,0 +1,262 @@
+"""What the benches share: inputs of a workload on a device, ways to do a stage, the judge before the clock, rows of results."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import tsattn
+from perf.timing import Environment, measure_in_turn, summary_of
+from perf.workloads import SUMMARIES, Workload
+from tsattn import cost
+from tsattn.cost import Cost
+from tsattn.testing import assert_attention
+
+Step = Callable[[], object]
+PAIRS = 32
+"""(row, KV head) pairs of a workload that the judge looks at, spread evenly; the first and the last are among them."""
+MAX_LAYERS = 32
+
+
+@dataclass
+class Case:
+    """Inputs of a workload: `layers` layers' caches in one pool, layer i owning rows [i * batch, (i + 1) * batch).
+
+    Pages lie in shuffled order. Several layers keep the caches of a GPU cold, as the layers of a model do.
+    """
+
+    workload: Workload
+    device: torch.device
+    impl: str
+    layers: int
+    q: Tensor  # [rows, HQ, D]
+    k_cache: Tensor
+    v_cache: Tensor
+    page_stats: Tensor
+    page_table: Tensor  # [rows, N]
+    seq_lens: Tensor
+
+    def rows(self, layer: int) -> slice:
+        """The rows of a layer."""
+        return slice(layer * self.workload.batch, (layer + 1) * self.workload.batch)
+
+    def paged(self, layer: int) -> dict[str, Tensor]:
+        """Arguments of the ops that attend, for one layer."""
+        rows = self.rows(layer)
+        return {
+            "q": self.q[rows],
+            "k_cache": self.k_cache,
+            "v_cache": self.v_cache,
+            "page_table": self.page_table[rows],
+            "seq_lens": self.seq_lens[rows],
+        }
+
+    def dense(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Contiguous keys and values [B, HKV, L, D] of one layer: a copy, for baselines that know no pages."""
+        table = self.page_table[self.rows(layer)].long()
+        pair = []
+        for cache in (self.k_cache, self.v_cache):
+            pages = cache[table]  # [B, N, S, HKV, D]
+            tokens = pages.permute(0, 3, 1, 2, 4).flatten(2, 3)
+            pair.append(tokens[:, :, : self.workload.context].contiguous())
+        return pair[0], pair[1]
+
+
+def config_of(workload: Workload, plan: str = "auto") -> tsattn.SparseConfig:
+    """The configuration of a workload."""
+    summary = SUMMARIES[workload.summary]
+    return tsattn.SparseConfig(
+        page_size=workload.page_size, token_budget=workload.budget, kind=summary.kind, parts=summary.vectors, plan=plan
+    )
+
+
+def whole(workload: Workload, one_row: Cost) -> Cost:
+    """The cost of all rows, which are equal."""
+    return one_row * workload.batch
+
+
+def sparse_floor(workload: Workload) -> Cost:
+    """What a sparse step of the workload must move."""
+    return whole(workload, cost.sparse_floor(workload.layer, [workload.context], workload.budget))
+
+
+def dense_floor(workload: Workload) -> Cost:
+    """What a dense step must move."""
+    return whole(workload, cost.dense_floor(workload.layer, [workload.context]))
+
+
+def layers_for(touched: int, stored: int, device: torch.device) -> int:
+    """Layers whose bytes `touched` per step overflow the GPU's L2 three times, as far as memory allows; 1 on a CPU."""
+    if device.type != "cuda":
+        return 1
+    cache = torch.cuda.get_device_properties(device).L2_cache_size
+    room = int(0.35 * torch.cuda.mem_get_info(device)[0]) // max(stored, 1)
+    return max(1, min(math.ceil(3 * cache / max(touched, 1)), room, MAX_LAYERS))
+
+
+def build(workload: Workload, device: torch.device, impl: str, *, layers: int | None = None, seed: int = 0) -> Case:
+    """Random bf16 inputs of a workload; the statistics are those of its keys."""
+    if layers is None:
+        layers = layers_for(sparse_floor(workload).bytes, dense_floor(workload).bytes, device)
+    rng = torch.Generator(device).manual_seed(seed)
+    model, pages = workload.model, workload.layer.pages(workload.context)
+    rows = layers * workload.batch
+    options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16, "generator": rng}
+    shape = (rows * pages, model.heads_kv, workload.page_size, model.head_dim)
+    k_cache, v_cache = (torch.randn(shape, **options).permute(0, 2, 1, 3) for _ in range(2))
+    table = torch.randperm(rows * pages, device=device, generator=rng).int().view(rows, pages)
+    lens = torch.full((rows,), workload.context, dtype=torch.int32, device=device)
+    summary = SUMMARIES[workload.summary]
+    stats = torch.zeros(rows * pages, model.heads_kv, summary.vectors, model.head_dim, dtype=torch.bfloat16, device=device)
+    tsattn.rebuild_page_stats(k_cache, stats, table, lens, kind=summary.kind, impl=impl)
+    q = torch.randn((rows, model.heads_q, model.head_dim), **options)
+    return Case(workload, device, impl, layers, q, k_cache, v_cache, stats, table, lens)
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to do a stage or a step.
+
+    Attributes
+    ----------
+    name : str
+    steps : tuple of callables
+        One per layer; together they are one round.
+    floor : Cost
+        What the step must move at the least, by :mod:`tsattn.cost`.
+    judge : callable
+        Runs the first layer's step, raises AssertionError if its result is wrong, and says what was compared.
+    moved : Cost, optional
+        What our kernels move, by :mod:`tsattn.cost_kernels`.
+    plan : str, optional
+    foreign : bool
+        Somebody else's code: if it fails it is skipped with the reason, it doesn't fail the run.
+    """
+
+    name: str
+    steps: tuple[Step, ...]
+    floor: Cost
+    judge: Callable[[], str]
+    moved: Cost | None = None
+    plan: str | None = None
+    foreign: bool = False
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A way that can't run here, and why."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Bench:
+    """One stage: its default workloads, its ways, and what all of them may be called."""
+
+    stage: str
+    patterns: tuple[str, ...]
+    ways: Callable[[Case], list[Way | Skipped]]
+    names: tuple[str, ...]
+    make: Callable[[Workload, torch.device, str], Case] = field(default=build)
+
+
+def spread(count: int, most: int) -> list[int]:
+    """At most `most` numbers out of range(count), evenly, ends included."""
+    if count <= most:
+        return list(range(count))
+    return sorted({round(i * (count - 1) / (most - 1)) for i in range(most)})
+
+
+def judge_attention(case: Case, out: Tensor, lse: Tensor | None = None, lists: tsattn.PageSelection | None = None) -> str:
+    """Judge the attention of layer 0 against fp64, for :data:`PAIRS` (row, KV head) pairs; all tokens without lists."""
+    workload, heads_kv = case.workload, case.workload.model.heads_kv
+    group, size, pages = workload.layer.group, workload.page_size, workload.layer.pages(workload.context)
+    pairs = spread(workload.batch * heads_kv, PAIRS)
+    for row, head in (divmod(pair, heads_kv) for pair in pairs):
+        listed = torch.arange(pages) if lists is None else lists.page_ids[row, head, : int(lists.page_counts[row, head])].cpu()
+        kept = min(workload.context, (int(listed[-1]) + 1) * size) - int(listed[-1]) * size + size * (len(listed) - 1)
+        physical = case.page_table[row].long()[listed.long().to(case.device)]
+        keys, values = (c[physical, :, head].flatten(0, 1)[:kept] for c in (case.k_cache, case.v_cache))
+        heads = slice(head * group, (head + 1) * group)
+        its_lse = None if lse is None else lse[row, heads]
+        assert_attention(out[row, heads], its_lse, case.q[row, heads], keys, values, what=f"row {row}, KV head {head}")
+    return f"{len(pairs)} of {workload.batch * heads_kv} (row, KV head) pairs against fp64"
+
+
+def attempt(way: Way) -> str | Skipped:
+    """The judge's words; somebody else's failure is a reason to skip, ours is raised."""
+    try:
+        return way.judge()
+    except Exception as error:
+        if not way.foreign:
+            raise
+        return Skipped(way.name, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+
+
+def bench_rows(
+    bench: Bench, workload: Workload, environment: Environment, impl: str, seconds: float, modes: tuple[str, ...] = ("graph",)
+) -> Iterator[dict[str, Any]]:
+    """Judge every way of a workload, then time them in turn; one row of results per way, skipped ones included."""
+    case = bench.make(workload, environment.device, impl)
+    about = describe(bench.stage, case)
+    judged: dict[str, str] = {}
+    ways: list[Way] = []
+    for way in bench.ways(case):
+        words = way if isinstance(way, Skipped) else attempt(way)
+        if isinstance(words, Skipped):
+            yield about | {"way": words.name, "skipped": words.reason}
+        else:
+            assert isinstance(way, Way)
+            judged[way.name] = words
+            ways.append(way)
+    for mode in modes if environment.device.type == "cuda" else ("host clock",):
+        steps = {way.name: way.steps for way in ways}
+        foreign = {way.name for way in ways if way.foreign}
+        taken = measure_in_turn(steps, environment.device, seconds, mode=mode, may_fail=foreign)
+        for way in ways:
+            if isinstance(taken[way.name], str):
+                yield about | {"way": way.name, "mode": mode, "skipped": taken[way.name]}
+                continue
+            yield about | result_of(way, taken[way.name], environment) | {"mode": mode, "judged": judged[way.name]}
+
+
+def describe(stage: str, case: Case) -> dict[str, Any]:
+    """What a row is about."""
+    w = case.workload
+    return {
+        "stage": stage,
+        "workload": w.name,
+        "model": w.model.name,
+        "heads": [w.model.heads_q, w.model.heads_kv, w.model.head_dim],
+        "context": w.context,
+        "batch": w.batch,
+        "budget": w.budget,
+        "page_size": w.page_size,
+        "summary": w.summary,
+        "dtype": str(case.k_cache.dtype).removeprefix("torch."),
+        "impl": case.impl,
+        "layers": case.layers,
+        "ideal_speedup": cost.ideal_speedup(w.layer, w.context, w.budget),
+    }
+
+
+def result_of(way: Way, samples: list[float], environment: Environment) -> dict[str, Any]:
+    """Times of one step and what follows from them; GB/s counts the bytes that must be moved, however many were."""
+    times = summary_of(samples)
+    return {
+        "way": way.name,
+        "plan": way.plan,
+        "seconds": times,
+        "samples": samples,
+        "bytes": way.floor.bytes,
+        "bytes_moved": None if way.moved is None else way.moved.bytes,
+        "flops": way.floor.flops,
+        "gb_per_s": way.floor.bytes / times["median"] / 1e9,
+        "copy_share": way.floor.bytes / times["median"] / environment.copy_bandwidth,
+    }
