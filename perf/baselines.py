@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from perf.common import Case, Skipped, Step, Way, dense_floor, judge_attention, layers_for
+from perf import floors
+from perf.common import Case, Skipped, Step, Way, judge_attention, layers_for
 
 PYTORCH = ("sdpa enable_gqa", "sdpa grouped rows", "bmm", "sdpa cudnn")
 Attend = Callable[[int], Step]
@@ -28,7 +29,7 @@ def _way(case: Case, name: str, make: Attend, layers: int) -> Way:
     def judge() -> str:
         return judge_attention(case, _tensor(steps[0]()).reshape(case.q[case.rows(0)].shape))
 
-    return Way(name, steps, dense_floor(case.workload), judge, foreign=True)
+    return Way(name, steps, floors.dense(case.workload), judge, foreign=True)
 
 
 def _tensor(result: Any) -> Tensor:
@@ -37,7 +38,7 @@ def _tensor(result: Any) -> Tensor:
 
 def dense_layers(case: Case) -> int:
     """Layers that dense decoding needs to overflow the cache: fewer than a sparse step."""
-    size = dense_floor(case.workload).bytes
+    size = floors.dense(case.workload).bytes
     return min(case.layers, layers_for(size, size, case.device))
 
 

@@ -1,6 +1,6 @@
 """Appending the keys and values of a decode step: one token per row, statistics of the touched pages included.
 
-    pytest perf/bench_append.py --benchmark-json=out/append.json
+pytest perf/bench_append.py --benchmark-json=out/append.json
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 
 import tsattn
-from perf.common import Bench, Case, Skipped, Step, Way, config_of, whole
-from tsattn import cost_append
+from perf import floors
+from perf.common import Bench, Case, Skipped, Step, Way, config_of
 from tsattn.testing import assert_same_bits
 
 
@@ -44,8 +44,7 @@ def ways(case: Case) -> list[Way | Skipped]:
         assert_same_bits(case.page_stats[some].cpu(), stats, "statistics of the touched pages")
         return f"bits of {len(some)} tokens and their pages' statistics"
 
-    floor = whole(workload, cost_append.append_floor(layer, 1, [last_slot + 1], 2))
-    return [Way("append", steps, floor, check)]
+    return [Way("append", steps, floors.append(workload), check)]
 
 
 BENCH = Bench("append", ("llama-3.1-8b-2k-b*-t2048-s16-minmax", "llama-3.1-8b-2k-b*-t2048-s16-means2"), ways, ("append",))

@@ -1,6 +1,6 @@
 """Attention over random lists of pages.
 
-    pytest perf/bench_attend.py --benchmark-json=out/attend.json
+pytest perf/bench_attend.py --benchmark-json=out/attend.json
 """
 
 from __future__ import annotations
@@ -8,19 +8,9 @@ from __future__ import annotations
 import torch
 
 import tsattn
-from perf.common import Bench, Case, Skipped, Step, Way, config_of, judge_attention, whole
+from perf import floors
+from perf.common import Bench, Case, Skipped, Step, Way, config_of, gpu_tiles, judge_attention
 from tsattn import cost, cost_kernels
-from tsattn.cost import Cost
-
-
-def floor(case: Case) -> Cost:
-    """The tokens of the lists once, ids, q and out."""
-    w = case.workload
-    step = cost.sparse_floor(w.layer, [w.context], w.budget)
-    pages = cost.kept_pages(w.layer, w.context, w.budget)
-    reads = {name: size for name, size in step.read.items() if name != "page_stats"} | {"page_ids": 4 * w.layer.lists * pages}
-    tokens = cost.kept_tokens(w.layer, w.context, w.budget)
-    return whole(w, Cost(reads, step.written, 4 * w.layer.heads_q * w.layer.head_dim * tokens))
 
 
 def ways(case: Case) -> list[Way | Skipped]:
@@ -29,9 +19,7 @@ def ways(case: Case) -> list[Way | Skipped]:
     layer, pages = workload.layer, workload.layer.pages(workload.context)
     rng = torch.Generator(case.device).manual_seed(0)
     scores = torch.randn((case.seq_lens.shape[0], layer.heads_kv, pages), device=case.device, generator=rng)
-    lists = tsattn.select_pages(
-        scores, case.seq_lens, page_size=config.page_size, budget=config.token_budget, impl=case.impl
-    )
+    lists = tsattn.select_pages(scores, case.seq_lens, page_size=config.page_size, budget=config.token_budget, impl=case.impl)
     out = torch.empty_like(case.q[case.rows(0)])
 
     def make(index: int, **options) -> Step:
@@ -43,14 +31,14 @@ def ways(case: Case) -> list[Way | Skipped]:
     moved = None
     if case.impl == "triton":
         kept = cost.kept_pages(layer, workload.context, workload.budget)
-        one = cost_kernels.attend_list(layer, workload.context, range(pages - kept, pages), kept)
-        moved = whole(workload, one * layer.lists)
+        one = cost_kernels.attend_list(layer, workload.context, range(pages - kept, pages), kept, gpu_tiles(workload))
+        moved = one * (layer.lists * workload.batch)
 
     def check() -> str:
         result, lse = make(0, return_lse=True)()
         return judge_attention(case, result, lse, lists)
 
-    return [Way("attend", steps, floor(case), check, moved)]
+    return [Way("attend", steps, floors.attend(workload), check, moved)]
 
 
 BENCH = Bench("attend", ("llama-3.1-8b-32k-b*-t2048-s16-minmax", "llama-3.1-8b-32k-b1-t*-s16-minmax"), ways, ("attend",))

@@ -1,6 +1,6 @@
 """A whole decode step against dense decoding: every plan, our dense kernel, and the baselines, in one run.
 
-    pytest perf/bench_decode.py --workloads 'llama-3.1-8b-32k-b1-t1024-s16-means2' --benchmark-json=out/decode.json
+pytest perf/bench_decode.py --workloads 'llama-3.1-8b-32k-b1-t1024-s16-means2' --benchmark-json=out/decode.json
 """
 
 from __future__ import annotations
@@ -8,8 +8,9 @@ from __future__ import annotations
 import torch
 
 import tsattn
+from perf import floors
 from perf.baselines import OTHERS, PYTORCH, dense_layers, dense_ways
-from perf.common import Bench, Case, Skipped, Step, Way, config_of, dense_floor, judge_attention, sparse_floor, whole
+from perf.common import Bench, Case, Skipped, Step, Way, config_of, gpu_tiles, judge_attention
 from tsattn import cost_kernels
 
 PLANS = ("separate", "two", "ticket", "row")
@@ -47,9 +48,9 @@ def sparse_way(case: Case, plan: str) -> Way:
     moved = None
     if case.impl == "triton" and model_of_plan is not None:
         cells = workload.layer.pages(workload.context)
-        moved = whole(workload, model_of_plan(workload.layer, [workload.context], cells, workload.budget))
+        moved = model_of_plan(workload.layer, [workload.context], cells, workload.budget, gpu_tiles(workload)) * workload.batch
     steps = tuple(make(layer) for layer in range(case.layers))
-    return Way(f"sparse {plan}", steps, sparse_floor(workload), judge, moved, plan)
+    return Way(f"sparse {plan}", steps, floors.sparse(workload), judge, moved, plan)
 
 
 def dense_way(case: Case) -> Way:
@@ -69,8 +70,8 @@ def dense_way(case: Case) -> Way:
     moved = None
     if case.impl == "triton":
         cells = workload.layer.pages(workload.context)
-        moved = whole(workload, cost_kernels.dense(workload.layer, [workload.context], cells))
-    return Way("dense tsattn", steps, dense_floor(workload), judge, moved)
+        moved = cost_kernels.dense(workload.layer, [workload.context], cells, gpu_tiles(workload)) * workload.batch
+    return Way("dense tsattn", steps, floors.dense(workload), judge, moved)
 
 
 def ways(case: Case) -> list[Way | Skipped]:

@@ -1,6 +1,6 @@
 """Scoring of all pages from their statistics.
 
-    pytest perf/bench_score.py --benchmark-json=out/score.json
+pytest perf/bench_score.py --benchmark-json=out/score.json
 """
 
 from __future__ import annotations
@@ -8,21 +8,10 @@ from __future__ import annotations
 import torch
 
 import tsattn
-from perf.common import Bench, Case, Skipped, Step, Way, config_of, spread, whole
+from perf import floors
+from perf.common import Bench, Case, Skipped, Step, Way, config_of, gpu_tiles, spread
 from tsattn import cost_kernels, reference, torch_path
-from tsattn.cost import Cost
 from tsattn.testing import assert_close
-
-
-def floor(case: Case) -> Cost:
-    """Statistics and queries once, scores once."""
-    layer, pages = case.workload.layer, case.workload.layer.pages(case.workload.context)
-    reads = {
-        "page_stats": layer.heads_kv * layer.page_summary * pages,
-        "q": layer.heads_q * layer.head_dim * layer.q_size,
-    }
-    flops = 2 * layer.heads_q * layer.head_dim * layer.vectors * pages
-    return whole(case.workload, Cost(reads, {"scores": 4 * layer.heads_kv * pages}, flops))
 
 
 def judge(case: Case, scores: torch.Tensor) -> str:
@@ -61,13 +50,13 @@ def ways(case: Case) -> list[Way | Skipped]:
     steps = tuple(make(layer) for layer in range(case.layers))
     moved = None
     if case.impl == "triton":
-        moved = whole(workload, cost_kernels.score(workload.layer, [workload.context], pages))
+        moved = cost_kernels.score(workload.layer, [workload.context], pages, gpu_tiles(workload)) * workload.batch
 
     def check() -> str:
         steps[0]()
         return judge(case, out)
 
-    return [Way("score", steps, floor(case), check, moved)]
+    return [Way("score", steps, floors.score(workload), check, moved)]
 
 
 BENCH = Bench("score", ("llama-3.1-8b-*-b1-t2048-s16-minmax", "llama-3.1-8b-32k-b1-t2048-s16-means1"), ways, ("score",))

@@ -1,6 +1,6 @@
 """Selection of the best pages of every list, from random scores; time per launch and per list.
 
-    pytest perf/bench_select.py --workloads sweep:pages --benchmark-json=out/select.json
+pytest perf/bench_select.py --workloads sweep:pages --benchmark-json=out/select.json
 """
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 
 import tsattn
-from perf.common import Bench, Case, Skipped, Step, Way, config_of, spread, whole
+from perf import floors
+from perf.common import Bench, Case, Skipped, Step, Way, config_of, gpu_tiles, spread
 from perf.workloads import Workload
 from tsattn import cost_kernels
-from tsattn.cost import Cost
 
 LAYERS = 8
 """Scores were written just before they are read, so they are in cache; these layers differ in their scores alone."""
@@ -65,16 +65,17 @@ def ways(case: Case) -> list[Way | Skipped]:
         return lambda: tsattn.select_pages(scores[some], case.seq_lens[some], **options)
 
     steps = tuple(make(index) for index in range(case.layers))
-    floor = Cost({"scores": 4 * layer.heads_kv * pages}, {"page_ids": 4 * layer.heads_kv * width})
     moved = None
     if case.impl == "triton":
-        moved = whole(workload, cost_kernels.select(layer, [workload.context], pages, width, recent_pages=config.recent_pages))
+        tiles, recent = gpu_tiles(workload), config.recent_pages
+        one = cost_kernels.select(layer, [workload.context], pages, width, tiles, recent_pages=recent)
+        moved = one * workload.batch
 
     def check() -> str:
         steps[0]()
         return judge(case, scores, lists)
 
-    return [Way("select", steps, whole(workload, floor), check, moved)]
+    return [Way("select", steps, floors.select(workload), check, moved)]
 
 
 BENCH = Bench("select", ("sweep:pages",), ways, ("select",), make_case)

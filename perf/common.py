@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import tsattn
+from perf import floors
 from perf.timing import Environment, measure_in_turn, summary_of
 from perf.workloads import SUMMARIES, Workload
-from tsattn import cost
+from tsattn import cost, cost_kernels
 from tsattn.cost import Cost
 from tsattn.testing import assert_attention
 
@@ -75,19 +76,16 @@ def config_of(workload: Workload, plan: str = "auto") -> tsattn.SparseConfig:
     )
 
 
-def whole(workload: Workload, one_row: Cost) -> Cost:
-    """The cost of all rows, which are equal."""
-    return one_row * workload.batch
+def gpu_tiles(workload: Workload) -> cost_kernels.Tiles:
+    """The tiles that a GPU takes before it is tuned, for the cost model."""
+    from tsattn.tuning import space
 
-
-def sparse_floor(workload: Workload) -> Cost:
-    """What a sparse step of the workload must move."""
-    return whole(workload, cost.sparse_floor(workload.layer, [workload.context], workload.budget))
-
-
-def dense_floor(workload: Workload) -> Cost:
-    """What a dense step must move."""
-    return whole(workload, cost.dense_floor(workload.layer, [workload.context]))
+    known = {field.name for field in fields(cost_kernels.Tiles)}
+    model = workload.model
+    options = {"element_size": 2, "head_dim": model.head_dim, "page_size": workload.page_size}
+    configs = (space.candidates(stage, **options)[0] for stage in ("score", "reduce", "select", "attend", "merge"))
+    sizes = {name: size for config in configs for name, size in config.tiles.items()}
+    return cost_kernels.Tiles(**{name: size for name, size in sizes.items() if name in known})
 
 
 def layers_for(touched: int, stored: int, device: torch.device) -> int:
@@ -102,7 +100,7 @@ def layers_for(touched: int, stored: int, device: torch.device) -> int:
 def build(workload: Workload, device: torch.device, impl: str, *, layers: int | None = None, seed: int = 0) -> Case:
     """Random bf16 inputs of a workload; the statistics are those of its keys."""
     if layers is None:
-        layers = layers_for(sparse_floor(workload).bytes, dense_floor(workload).bytes, device)
+        layers = layers_for(floors.sparse(workload).bytes, floors.dense(workload).bytes, device)
     rng = torch.Generator(device).manual_seed(seed)
     model, pages = workload.model, workload.layer.pages(workload.context)
     rows = layers * workload.batch

@@ -177,10 +177,19 @@ def copy_bandwidth(device: torch.device, size: int | None = None) -> float:
     return 2 * size / statistics.median(clock() for _ in range(MIN_ROUNDS))
 
 
-def environment(device: torch.device, *, git: str | None = None, copy_bytes: int | None = None) -> Environment:
-    """Measure the copy bandwidth and note the surroundings."""
-    bandwidth = copy_bandwidth(device, copy_bytes)
-    return Environment(device, bandwidth, surroundings(device, git=git) | {"copy_gb_per_s": bandwidth / 1e9})
+def product_flops(device: torch.device, size: int | None = None) -> float:
+    """Operations per second of a large bf16 matrix product: the flat part of a roofline."""
+    size = size or (8192 if device.type == "cuda" else 1024)
+    a, b = (torch.randn(size, size, dtype=torch.bfloat16, device=device) for _ in range(2))
+    clock = (eager_clock if device.type == "cuda" else host_clock)([lambda: torch.mm(a, b)])
+    return 2 * size**3 / statistics.median(clock() for _ in range(MIN_ROUNDS))
+
+
+def environment(device: torch.device, *, git: str | None = None, tiny: bool = False) -> Environment:
+    """Measure the copy bandwidth and the rate of a matrix product (of small ones if `tiny`), and note the surroundings."""
+    bandwidth, flops = copy_bandwidth(device, 1 << 22 if tiny else None), product_flops(device, 64 if tiny else None)
+    measured = {"copy_gb_per_s": bandwidth / 1e9, "product_tflop_per_s": flops / 1e12}
+    return Environment(device, bandwidth, surroundings(device, git=git) | measured)
 
 
 def surroundings(device: torch.device, *, git: str | None = None) -> dict[str, Any]:
