@@ -17,6 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from perf import floors
 from perf.common import Case, Skipped, Step, Way, judge_attention, layers_for
+from perf.timing import first_line
 
 PYTORCH = ("sdpa enable_gqa", "sdpa grouped rows", "bmm", "sdpa cudnn")
 Attend = Callable[[int], Step]
@@ -204,4 +205,4 @@ def dense_ways(case: Case) -> Iterator[Way | Skipped]:
         try:
             yield make(case, layers)
         except Exception as error:
-            yield Skipped(name, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+            yield Skipped(name, first_line(error))

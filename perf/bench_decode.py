@@ -74,9 +74,9 @@ def dense_way(case: Case) -> Way:
     return Way("dense tsattn", steps, floors.dense(workload), judge, moved)
 
 
-def ways(case: Case) -> list[Way | Skipped]:
-    """Sparse by every plan that the implementation has, dense by ours and by the baselines."""
-    plans = PLANS if case.impl == "triton" else ("separate",)
+def ways(case: Case, plans: tuple[str, ...] = PLANS) -> list[Way | Skipped]:
+    """Sparse by these plans, as far as the implementation has them, dense by ours and by the baselines."""
+    plans = plans if case.impl == "triton" else ("separate",)
     return [*(sparse_way(case, plan) for plan in plans), dense_way(case), *dense_ways(case)]
 
 

@@ -17,7 +17,7 @@ from perf.workloads import Model, Workload, choose
 from tsattn.testing import assert_same_bits
 
 ON_GPU = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+DEVICE = torch.device("cuda:0" if ON_GPU else "cpu")
 TINY = Model("tiny", 4, 2, 32, 1, 128, "none: for the interpreter")
 NAMES = (
     "llama-3.1-8b-8k-b1-t2048-s16-minmax",

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import tsattn
 from perf import floors
-from perf.timing import Environment, measure_in_turn, summary_of
+from perf.timing import Environment, first_line, measure_in_turn, summary_of
 from perf.workloads import SUMMARIES, Workload
 from tsattn import cost, cost_kernels
 from tsattn.cost import Cost
@@ -187,41 +187,43 @@ def judge_attention(case: Case, out: Tensor, lse: Tensor | None = None, lists: t
     return f"{len(pairs)} of {workload.batch * heads_kv} (row, KV head) pairs against fp64"
 
 
-def attempt(way: Way) -> str | Skipped:
-    """The judge's words; somebody else's failure is a reason to skip, ours is raised."""
+def attempt(way: Way) -> tuple[str | None, str]:
+    """(the judge's words, nothing) or (nothing, what went wrong)."""
     try:
-        return way.judge()
+        return way.judge(), ""
     except Exception as error:
-        if not way.foreign:
-            raise
-        return Skipped(way.name, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+        return None, first_line(error)
 
 
 def bench_rows(
     bench: Bench, workload: Workload, environment: Environment, impl: str, seconds: float, modes: tuple[str, ...] = ("graph",)
 ) -> Iterator[dict[str, Any]]:
-    """Judge every way of a workload, then time them in turn; one row of results per way, skipped ones included."""
+    """Judge every way of a workload, then time them in turn: one row of results per way.
+
+    A way that fails has a row that says how: "skipped" for other people's code and what isn't there, "failed" for ours.
+    """
     case = bench.make(workload, environment.device, impl)
     about = describe(bench.stage, case)
     judged: dict[str, str] = {}
     ways: list[Way] = []
     for way in bench.ways(case):
-        words = way if isinstance(way, Skipped) else attempt(way)
-        if isinstance(words, Skipped):
-            yield about | {"way": words.name, "skipped": words.reason}
-        else:
-            assert isinstance(way, Way)
-            judged[way.name] = words
-            ways.append(way)
+        if isinstance(way, Skipped):
+            yield about | {"way": way.name, "skipped": way.reason}
+            continue
+        words, problem = attempt(way)
+        if words is None:
+            yield about | {"way": way.name, "skipped" if way.foreign else "failed": problem}
+            continue
+        judged[way.name] = words
+        ways.append(way)
     for mode in modes if environment.device.type == "cuda" else ("host clock",):
-        steps = {way.name: way.steps for way in ways}
-        foreign = {way.name for way in ways if way.foreign}
-        taken = measure_in_turn(steps, environment.device, seconds, mode=mode, may_fail=foreign)
+        taken = measure_in_turn({way.name: way.steps for way in ways}, environment.device, seconds, mode=mode)
         for way in ways:
-            if isinstance(taken[way.name], str):
-                yield about | {"way": way.name, "mode": mode, "skipped": taken[way.name]}
+            samples = taken[way.name]
+            if isinstance(samples, str):
+                yield about | {"way": way.name, "mode": mode, "skipped" if way.foreign else "failed": samples}
                 continue
-            yield about | result_of(way, taken[way.name], environment) | {"mode": mode, "judged": judged[way.name]}
+            yield about | result_of(way, samples, environment) | {"mode": mode, "judged": judged[way.name]}
 
 
 def describe(stage: str, case: Case) -> dict[str, Any]:

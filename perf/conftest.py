@@ -32,14 +32,14 @@ class Player:
 
 
 CLOCK = Player()
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Options of the benches."""
     group = parser.getgroup("tsattn benches")
     group.addoption("--workloads", action="append", metavar="NAME", help="names in perf/workloads.py, with *; repeatable")
-    group.addoption("--bench-device", default=DEVICE, help="cpu or cuda")
+    group.addoption("--bench-device", default=DEVICE, help="cpu or cuda:0")
     group.addoption("--bench-impl", default=None, help="triton or torch; default: triton on a GPU, torch elsewhere")
     group.addoption("--bench-seconds", type=float, default=3.0, help="per workload, all its ways together")
     group.addoption("--bench-modes", default="graph", help="on a GPU: graph, eager, or graph,eager for both (the first counts)")
@@ -86,13 +86,15 @@ def bench_row(benchmark, bench_case, request):
     bench, workload, way = bench_case
     option = request.config.getoption
     device = option("bench_device")
-    impl = option("bench_impl") or ("triton" if device == "cuda" else "torch")
+    impl = option("bench_impl") or ("triton" if device.startswith("cuda") else "torch")
 
     def hand_over() -> None:
         rows = measured(bench, workload, device, impl, option("bench_seconds"), tuple(option("bench_modes").split(",")))
         row = rows.get(way, {"skipped": f"impl {impl} on {device} has no such way"})
         if "skipped" in row:
             pytest.skip(f"{way}: {row['skipped']}")
+        if "failed" in row:
+            pytest.fail(f"{way}: {row['failed']}")
         benchmark.extra_info |= {name: value for name, value in row.items() if name != "samples"}
         benchmark.extra_info["environment"] = dict(surroundings(device).about)
         samples = iter(row["samples"])

@@ -6,6 +6,7 @@ python -m perf.cpu                 # about seven minutes; --quick for one
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import subprocess
 import sys
@@ -63,8 +64,6 @@ def cpu_path(out: Path, threads: int, limit: float) -> str | None:
 
 
 def _environment() -> dict[str, str]:
-    import os
-
     return dict(os.environ) | {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
 
 

@@ -299,8 +299,8 @@ def bandwidth(picture: Any, source: Any) -> str | None:
         axis.bar(places, heights, 0.76 / len(shapes), color=COLOURS[index], label=f"batch {batch}, {thousands(context)}")
         for place, height in zip(places, heights, strict=True):
             if not math.isnan(height):
-                box = {"facecolor": "white", "alpha": 0.85, "linewidth": 0, "pad": 0.8}
-                axis.text(place, height, f"{height:,.0f}", ha="center", va="bottom", fontsize=7, bbox=box, zorder=4)
+                look = {"ha": "center", "va": "bottom", "fontsize": 7, "textcoords": "offset points"}
+                axis.annotate(f"{height:,.0f}", (place, height), (0, 2), **look)
     axis.axhline(source.bandwidth / 1e9, color="black", linewidth=1.2, linestyle=(0, (4, 3)), label="a large copy")
     axis.set_xticks(range(len(stages)), stages)
     axis.set(title=f"{setting[0]:,} tokens, {setting[1]}", ylabel="bytes that must be moved / time (GB/s)")
@@ -312,7 +312,7 @@ def bandwidth(picture: Any, source: Any) -> str | None:
 def roofline(picture: Any, source: Any) -> str | None:
     """Operations per second against operations per byte, under the machine's roof."""
     names = {"score": "score", "attend": "attend", "decode": "sparse step"}
-    rows = [r for r in source.rows if "skipped" not in r and r.get("flops") and r["mode"] != "eager" and r["stage"] in names]
+    rows = [r for r in pick(source.rows) if r.get("flops") and r["mode"] != "eager" and r["stage"] in names]
     if not rows or not source.bandwidth or not source.flops:
         return "needs rows with flops, and the machine's two rates"
     axis = picture.subplots()
@@ -343,8 +343,13 @@ def counted_bytes(picture: Any, source: Any) -> str | None:
     if len(rows) < 3:
         return "needs counts at three contexts"
     axis = picture.subplots()
-    shown = (("dense", "dense", 6), ("counted", "sparse, counted", 0), ("counted_once", "sparse, touched once", 1))
-    for name, label, index in (*shown, ("floor", "sparse, must be moved", 2)):
+    shown = {
+        "dense": ("dense (beyond 8K by the cost model)", 6),
+        "counted": ("sparse, counted", 0),
+        "counted_once": ("sparse, touched once", 1),
+        "floor": ("sparse, must be moved", 2),
+    }
+    for name, (label, index) in shown.items():
         lines(axis, [(r["context"], r[name] / 2**20) for r in rows], label, index)
     token_axis(axis, [r["context"] for r in rows])
     time_axis(axis)

@@ -10,25 +10,27 @@ compile failed; goals that are missed don't change it.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
 import torch
 
-from perf import bench_append, bench_attend, bench_decode, bench_score, bench_select, plots, targets, timing
-from perf.check_plans import TINY
+from perf import bench_append, bench_attend, bench_decode, bench_score, bench_select, check_plans, plots, targets, timing
 from perf.common import Bench
 from perf.suite import Suite, table
 from perf.workloads import SWEEPS, Workload, choose
 
 ROOT = timing.ROOT
-DECODE, STAGES = bench_decode.BENCH, (bench_append.BENCH, bench_score.BENCH, bench_attend.BENCH)
+STAGES = bench_append.BENCH, bench_score.BENCH, bench_attend.BENCH
 Work = list[tuple[Bench, Workload]]
 
 
@@ -50,56 +52,65 @@ def parse() -> argparse.Namespace:
 
 def tiny(context: int, batch: int, *, budget: int = 32, page_size: int = 16, summary: str = "minmax") -> Workload:
     """A workload for the dry run."""
-    return Workload(TINY, context, batch, budget, page_size, summary)
+    return Workload(check_plans.TINY, context, batch, budget, page_size, summary)
 
 
-def work_of(dry: bool) -> dict[str, tuple[float, tuple[str, ...], Work]]:
+def work_of(decode: Bench, dry: bool) -> dict[str, tuple[float, tuple[str, ...], Work]]:
     """Sections by name: share of the time left, modes, workloads."""
     if dry:
-        decode = [(DECODE, tiny(128, batch)) for batch in (1, 2)]
+        steps = [(decode, tiny(128, batch)) for batch in (1, 2)]
         stages = [(bench, tiny(64, 1)) for bench in (*STAGES, bench_select.BENCH)]
-        return {"decode": (0.5, ("graph",), decode), "stages": (0.8, ("graph",), stages)}
+        return {"decode": (0.5, ("graph",), steps), "stages": (0.8, ("graph",), stages)}
     grid = product((8, 32, 128), (1, 4, 16, 64), ("t2048-s16-minmax", "t1024-s16-means2"))
     sweeps = [*SWEEPS["page-size"], *SWEEPS["head-dim"]]
     names = [f"llama-3.1-8b-{k}k-b{b}-t2048-s16-minmax" for k, b in ((32, 1), (32, 16), (128, 1), (128, 16))]
     return {
-        "goals": (0.5, ("graph",), [(DECODE, w) for w in choose(list(targets.NAMES))]),
+        "goals": (0.5, ("graph",), [(decode, w) for w in choose(list(targets.NAMES))]),
         "selection": (0.3, ("graph", "eager"), [(bench_select.BENCH, w) for w in SWEEPS["pages"]]),
-        "break-even": (0.5, ("graph", "eager"), [(DECODE, w) for w in SWEEPS["context"]]),
+        "break-even": (0.5, ("graph", "eager"), [(decode, w) for w in SWEEPS["context"]]),
         "stages": (0.4, ("graph",), [(bench, w) for w in choose(names) for bench in STAGES]),
-        "decode": (0.6, ("graph",), [(DECODE, w) for w in choose([f"llama-3.1-8b-{k}k-b{b}-{s}" for k, b, s in grid])]),
-        "sweeps": (0.9, ("graph",), [(DECODE, w) for w in sweeps]),
+        "decode": (0.6, ("graph",), [(decode, w) for w in choose([f"llama-3.1-8b-{k}k-b{b}-{s}" for k, b, s in grid])]),
+        "sweeps": (0.9, ("graph",), [(decode, w) for w in sweeps]),
     }
 
 
-def correctness(suite: Suite, jobs: int, share: float, dry: bool) -> None:
-    """The tests marked gpu and the plans' equality, in processes of their own; they fill Triton's disk cache too."""
+def checked(suite: Suite, name: str, tests: list[str], *, share: float, jobs: int, interpret: bool) -> str:
+    """Run tests in processes of their own, within a share of the time that is left; returns what they printed."""
     began, limit = time.monotonic(), share * suite.left
-    tests = ["perf/check_plans.py"] if dry else ["tests/gpu", "perf/check_plans.py"]
-    command = [sys.executable, "-m", "pytest", "-q", "-x" if dry else "--maxfail=20", "-p", "no:cacheprovider", *tests]
-    if not dry and importlib.util.find_spec("xdist"):
+    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *tests]
+    if importlib.util.find_spec("xdist") and not interpret:
         command += ["-n", str(jobs)]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    if dry:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
+    if interpret:
         environment |= {"TRITON_INTERPRET": "1"}
-    print("correctness:", *command[2:], flush=True)
-    try:
-        done = subprocess.run(command, cwd=ROOT, env=environment, timeout=limit, text=True, capture_output=True)
-        output, status = done.stdout + done.stderr, done.returncode
-    except subprocess.TimeoutExpired as cut:
-        output, status = _text(cut.stdout) + _text(cut.stderr), None
-    print(output[-6000:], flush=True)
-    last = next(
-        (line for line in reversed(output.splitlines()) if re.search(r"passed|failed|error|skipped", line)), "no summary"
-    )
-    suite.extra["correctness"] = {"command": " ".join(["python", *command[1:]]), "status": status, "summary": last}
+    print(f"{name}:", *command[1:], flush=True)
+    log = suite.path.with_name(f"{name}.log")
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, text=True, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            status = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            status = None
+    output = log.read_text(errors="replace")
+    print("\n".join(output.splitlines()[-25:]), flush=True)
+    ends = [line for line in output.splitlines() if re.search(r"\d (passed|failed|error|skipped)", line)]
+    verdict = ends[-1].strip("= ") if ends else "no summary"
+    suite.extra[name] = {"command": " ".join(["python", *command[1:]]), "status": status, "summary": verdict}
     if status != 0:
-        suite.failures.append(f"correctness: {'cut after ' + format(limit, '.0f') + ' s' if status is None else last}")
-    suite.note("correctness", began, int(status == 0), 1)
+        suite.fail(f"{name}: {f'cut after {limit:.0f} s' if status is None else verdict}")
+    suite.note(name, began, int(status == 0), 1)
+    return output
 
 
-def _text(output: str | bytes | None) -> str:
-    return output.decode(errors="replace") if isinstance(output, bytes) else output or ""
+def trusted_plans(output: str) -> tuple[str, ...]:
+    """ "separate", and the plans of which perf/check_plans.py has passed every test: a plan that hangs must not be timed."""
+    passed = [line for line in output.splitlines() if "PASSED" in line]
+    counts = {plan: sum(f"-{plan}]" in line for line in passed) for plan in bench_decode.PLANS}
+    return tuple(p for p in bench_decode.PLANS if p == "separate" or counts[p] == len(check_plans.WORKLOADS))
 
 
 def main() -> None:
@@ -111,7 +122,7 @@ def main() -> None:
         raise SystemExit(
             "perf.gpu needs a GPU (torch.cuda.is_available() is False); --dry-run-device cpu runs its code without"
         )
-    device = torch.device(args.dry_run_device or "cuda")
+    device = torch.device(args.dry_run_device or "cuda:0")
     environment = timing.environment(device, git=args.git, tiny=dry)
     machine = str(environment.about["machine"])
     slug = "dry-run" if dry else re.sub(r"[^a-z0-9]+", "-", machine.lower()).strip("-")
@@ -126,9 +137,15 @@ def main() -> None:
         seconds_per_workload=args.seconds,
     )
     print(f"{label}; a copy moves {environment.copy_bandwidth / 1e9:,.0f} GB/s; git {environment.about['git']}", flush=True)
+    plans = bench_decode.PLANS
     if not args.skip_correctness:
-        correctness(suite, args.jobs, 0.4, dry)
-    for name, (share, modes, work) in work_of(dry).items():
+        how = {"jobs": args.jobs, "interpret": dry}
+        plans = trusted_plans(checked(suite, "plans", ["perf/check_plans.py"], share=0.25, **how))
+        suite.extra["timed_plans"] = plans
+        if not dry:
+            checked(suite, "tests", ["tests/gpu"], share=0.3, **how)
+    decode = replace(bench_decode.BENCH, ways=functools.partial(bench_decode.ways, plans=plans))
+    for name, (share, modes, work) in work_of(decode, dry).items():
         suite.measure(name, work, share=share, modes=modes)
     found = targets.verdicts(suite.rows)
     suite.extra["targets"] = targets.as_rows(found)

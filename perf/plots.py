@@ -92,8 +92,8 @@ def _cpu_path(path: Path, rows: list[dict[str, Any]]) -> Source:
 
 
 def known_files(results: Path) -> list[Path]:
-    """All result files that have figures."""
-    patterns = ("*/bench.json", "model/*.json", "*/traffic.jsonl", "*/cpu_path.jsonl")
+    """All result files that get figures unasked: of the modelled GPUs the first."""
+    patterns = ("*/bench.json", "model/h200.json", "*/traffic.jsonl", "*/cpu_path.jsonl")
     return sorted(path for pattern in patterns for path in results.glob(pattern))
 
 
@@ -126,7 +126,7 @@ def draw_all(paths: Sequence[Path], out: Path) -> list[Path]:
 def main() -> None:
     """Draw."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("files", type=Path, nargs="*", help="default: all result files under perf/results")
+    parser.add_argument("files", type=Path, nargs="*", help="default: all results, and of the models that of an H200")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "figures", metavar="DIR")
     args = parser.parse_args()
     files = args.files or known_files(ROOT / "perf" / "results")

@@ -13,7 +13,7 @@ import torch
 from tqdm import tqdm
 
 from perf.common import Bench, bench_rows
-from perf.timing import Environment
+from perf.timing import Environment, first_line
 from perf.workloads import Workload
 
 
@@ -60,6 +60,11 @@ class Suite:
         """Seconds that are left."""
         return self.end - time.monotonic()
 
+    def fail(self, what: str) -> None:
+        """Remember a failure of ours: the run goes on and ends with exit status 1."""
+        self.failures.append(what)
+        tqdm.write(f"FAILED {what}")
+
     def save(self) -> None:
         """Everything so far."""
         content = {"label": self.label, "environment": dict(self.environment.about), "sections": self.sections}
@@ -99,9 +104,10 @@ class Suite:
         try:
             for row in bench_rows(bench, workload, self.environment, self.impl, self.seconds_per_workload, modes):
                 self.rows.append({"stage": row["stage"], "label": self.label} | row)
-        except Exception as error:  # a judge's verdict, a compile error: the run must still deliver the rest
-            self.failures.append(f"{bench.stage} {workload.name}: {type(error).__name__}: {error}")
-            tqdm.write(f"FAILED {self.failures[-1]}")
+                if "failed" in row:
+                    self.fail(f"{bench.stage} {workload.name} {row['way']}: {row['failed']}")
+        except Exception as error:  # no inputs, no memory: the run must still deliver the rest
+            self.fail(f"{bench.stage} {workload.name}: {first_line(error)}")
         self.save()
         gc.collect()
         if self.environment.device.type == "cuda":
@@ -113,8 +119,8 @@ DENSE = ("dense", "sdpa", "bmm", "flash", "vllm")
 
 
 def pick(rows: Iterable[dict[str, Any]], **wanted: Any) -> list[dict[str, Any]]:
-    """Rows with these values, skipped ones left out."""
-    return [row for row in rows if "skipped" not in row and all(row.get(name) == value for name, value in wanted.items())]
+    """Rows with these values and a time."""
+    return [row for row in rows if "seconds" in row and all(row.get(name) == value for name, value in wanted.items())]
 
 
 def best(rows: Iterable[dict[str, Any]], *, sparse: bool) -> dict[str, Any] | None:
@@ -128,8 +134,8 @@ def table(rows: Iterable[dict[str, Any]]) -> str:
     lines = []
     for row in rows:
         about = f"{row['stage']:7} {row['workload']:42} {row['way']:18}"
-        if "skipped" in row:
-            lines.append(f"{about} skipped: {row['skipped']}")
+        if "seconds" not in row:
+            lines.append(f"{about} {'skipped: ' + row['skipped'] if 'skipped' in row else 'FAILED: ' + row['failed']}")
             continue
         times = row["seconds"]
         spread = f"{1e6 * times['q1']:.1f}-{1e6 * times['q3']:.1f}"

@@ -9,7 +9,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -132,9 +132,9 @@ CLOCKS = {"host clock": host_clock, "graph": graph_clock, "eager": eager_clock}
 
 @torch.inference_mode()
 def measure_in_turn(
-    ways: Mapping[str, Steps], device: torch.device, seconds: float, *, mode: str, may_fail: Collection[str] = ()
-) -> dict[str, Any]:
-    """Seconds of one step of each way, as a list, one per round; the ways take turns.
+    ways: Mapping[str, Steps], device: torch.device, seconds: float, *, mode: str
+) -> dict[str, list[float] | str]:
+    """Seconds of one step of each way, one per round, the ways taking turns; or the error that a way ended with.
 
     Parameters
     ----------
@@ -143,20 +143,17 @@ def measure_in_turn(
     seconds : float
         For all ways together; at least :data:`MIN_ROUNDS` rounds are taken.
     mode : {"host clock", "graph", "eager"}
-    may_fail : collection of str
-        Ways for which an error, such as of a capture, becomes their entry instead of being raised.
     """
-    taken: dict[str, Any] = {}
+    samples: dict[str, list[float]] = {}
+    problems: dict[str, str] = {}
     clocks: dict[str, Clock] = {}
     for name, steps in ways.items():
         try:
             clocks[name] = CLOCKS[mode](steps)
             clocks[name]()
-            taken[name] = []
-        except Exception as error:
-            if name not in may_fail:
-                raise
-            taken[name] = f"{mode}: {type(error).__name__}: {error}".splitlines()[0]
+            samples[name] = []
+        except Exception as error:  # a capture may fail where the call itself does not
+            problems[name] = f"{mode}: {first_line(error)}"
             clocks.pop(name, None)
             if device.type == "cuda":
                 torch.cuda.synchronize()
@@ -164,8 +161,13 @@ def measure_in_turn(
     while rounds < MIN_ROUNDS or (rounds < MAX_ROUNDS and time.perf_counter() < end):
         rounds += 1
         for name, clock in clocks.items():
-            taken[name].append(clock())
-    return taken
+            samples[name].append(clock())
+    return {**samples, **problems}
+
+
+def first_line(error: Exception) -> str:
+    """An error in one line."""
+    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def copy_bandwidth(device: torch.device, size: int | None = None) -> float:
