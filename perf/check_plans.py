@@ -26,7 +26,7 @@ NAMES = (
     "llama-3.1-8b-128k-b1-t1024-s16-means2",
 )
 WORKLOADS = choose(NAMES) if ON_GPU else [Workload(TINY, 100, 2, 32, 16, summary) for summary in ("minmax", "means2")]
-REPEATS = 50 if ON_GPU else 1
+REPEATS = 200 if ON_GPU else 1
 
 
 @pytest.mark.parametrize("plan", PLANS[1:])

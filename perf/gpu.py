@@ -80,7 +80,8 @@ def checked(suite: Suite, name: str, tests: list[str], *, share: float, jobs: in
     command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *tests]
     if importlib.util.find_spec("xdist") and not interpret:
         command += ["-n", str(jobs)]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
+    paths = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
+    environment = os.environ | {"PYTHONPATH": paths, "PYTHONUNBUFFERED": "1"}  # a log that a kill leaves complete
     if interpret:
         environment |= {"TRITON_INTERPRET": "1"}
     print(f"{name}:", *command[1:], flush=True)

@@ -35,6 +35,12 @@ def test_everything_modelled_says_so():
         assert {row["label"] for row in rows} == {"modelled, not measured"}, file
 
 
+def test_the_documented_table_is_that_of_the_committed_model():
+    page = (timing.ROOT / "docs" / "performance.md").read_text()
+    lines = model.table(modelled(), "H200").splitlines()
+    assert len(lines) == 16 and "\n".join(lines[2:]) in page
+
+
 @pytest.mark.parametrize("name", ["llama-3.1-8b-32k-b1-t2048-s16-minmax", "llama-3.1-8b-128k-b64-t1024-s16-means1"])
 def test_plans_differ_by_launches_and_handoffs(name):
     one = step(name)
