@@ -79,7 +79,7 @@ def time_axis(axis: Any) -> None:
     low, high = axis.get_ylim()
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     ticks = [tick for power in powers for tick in (10.0**power, 2 * 10.0**power, 5 * 10.0**power) if low <= tick <= high]
-    axis.set_yticks(ticks, [f"{tick:,g}" for tick in ticks])
+    axis.set_yticks(ticks, [f"{tick:,.0f}" if tick >= 1 else f"{tick:g}" for tick in ticks])
     axis.set_yticks([], minor=True)
 
 
@@ -182,29 +182,31 @@ def break_even(picture: Any, source: Any) -> str | None:
 
 
 def share_of_ideal(picture: Any, source: Any) -> str | None:
-    """Speed-up over dense as a share of what the bytes allow."""
+    """Speed-up over dense as a share of what the bytes allow: a panel per batch, a line per setting."""
     rows = decoding(source, page_size=16)
-    settings = [s for s in settings_of(rows) if len(values(pick(rows, budget=s[0], summary=s[1]), "context")) >= 3]
-    if not settings:
+    batches = [b for b in values(rows, "batch") if len(values(pick(rows, batch=b), "context")) >= 3]
+    if not batches:
         return "needs decode rows at three contexts"
-    for axis, (budget, summary) in zip(picture.subplots(1, len(settings), squeeze=False)[0], settings, strict=True):
-        here = pick(rows, budget=budget, summary=summary)
-        contexts = values(here, "context")
-        for index, batch in enumerate(values(here, "batch")):
+    axes = picture.subplots(1, len(batches), squeeze=False, sharey=True)[0]
+    for axis, batch in zip(axes, batches, strict=True):
+        here = pick(rows, batch=batch)
+        for index, (budget, summary) in enumerate(settings_of(rows)):
             points = []
-            for context in contexts:
-                some = pick(here, batch=batch, context=context)
-                sparse, dense = best(some, sparse=True), best(some, sparse=False)
-                if sparse and dense:
+            for context in values(pick(here, budget=budget, summary=summary), "context"):
+                some = pick(here, context=context)
+                sparse, dense = best(pick(some, budget=budget, summary=summary), sparse=True), best(some, sparse=False)
+                if sparse and dense and context > budget:
                     points.append((context, 100 * micro(dense) / micro(sparse) / sparse["ideal_speedup"]))
             if points:
-                lines(axis, points, f"batch {batch}", index)
+                lines(axis, points, f"{budget:,} tokens, {summary}", index)
         axis.axhline(100, color="black", linewidth=1.0, linestyle=(0, (4, 3)))
-        token_axis(axis, contexts)
+        token_axis(axis, values(here, "context"))
         axis.set_ylim(0, 110)
-        axis.set(title=f"{budget:,} tokens, {summary}", xlabel="context (tokens)", ylabel="speed-up / byte ideal (%)")
+        axis.set(title=f"batch {batch}", xlabel="context (tokens)")
+        axis.tick_params(axis="x", labelsize=8)
         grid(axis)
-    picture.legend(*picture.axes[0].get_legend_handles_labels(), loc="outside right upper")
+    axes[0].set_ylabel("speed-up / byte ideal (%)")
+    picture.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper", fontsize=8)
     return None
 
 
@@ -283,10 +285,13 @@ def bandwidth(picture: Any, source: Any) -> str | None:
     """Bytes that a stage must move over its time, against a copy."""
     rows = [row for stage in STAGES for row in pick(source.rows, stage=stage) if row["mode"] != "eager"]
     rows = [row for row in rows if row["page_size"] == 16 and row["context"] in (32768, 131072)]
-    setting = next(iter(settings_of(rows)), None)
-    if setting is None:
-        return "needs rows of the stages"
-    rows = pick(rows, budget=setting[0], summary=setting[1])
+    if not rows:
+        return "needs rows of the stages at 32K or 128K"
+    count = {s: len(values(pick(rows, budget=s[0], summary=s[1]), "stage")) for s in settings_of(rows)}
+    setting = max(count, key=lambda s: (count[s], s))
+    chosen = pick(rows, budget=setting[0], summary=setting[1])
+    # Selection reads scores, whatever they were made of.
+    rows = chosen + ([] if pick(chosen, stage="select") else pick(rows, stage="select"))
     shapes = [s for s in sorted({(row["batch"], row["context"]) for row in rows}) if s[0] in (1, 16)]
     stages = [stage for stage in STAGES if pick(rows, stage=stage)]
     axis = picture.subplots()
@@ -300,7 +305,7 @@ def bandwidth(picture: Any, source: Any) -> str | None:
         for place, height in zip(places, heights, strict=True):
             if not math.isnan(height):
                 look = {"ha": "center", "va": "bottom", "fontsize": 7, "textcoords": "offset points"}
-                axis.annotate(f"{height:,.0f}", (place, height), (0, 2), **look)
+                axis.annotate(f"{height:,.0f}" if height >= 10 else f"{height:.2g}", (place, height), (0, 2), **look)
     axis.axhline(source.bandwidth / 1e9, color="black", linewidth=1.2, linestyle=(0, (4, 3)), label="a large copy")
     axis.set_xticks(range(len(stages)), stages)
     axis.set(title=f"{setting[0]:,} tokens, {setting[1]}", ylabel="bytes that must be moved / time (GB/s)")

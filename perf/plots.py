@@ -36,6 +36,11 @@ class Source:
     flops: float | None = None
 
     @property
+    def origin(self) -> str:
+        """How the numbers came about, and on which machine."""
+        return self.label if self.machine in self.label else f"{self.machine}: {self.label}"
+
+    @property
     def shown_path(self) -> str:
         """The path as the figures print it."""
         path = self.path.resolve()
@@ -113,7 +118,7 @@ def draw_all(paths: Sequence[Path], out: Path) -> list[Path]:
             if missing:
                 print(f"{source.shown_path}: no figure {name!r}: {missing}")
             else:
-                picture.suptitle(f"{figure.title}\n{source.machine}: {source.label}" if not figure.counted else figure.title)
+                picture.suptitle("\n".join([figure.title, source.origin][: 1 if figure.counted else 2]))
                 picture.supxlabel(figures.wrapped(f"{source.shown_path} · {source.detail}", figure.size[0]), fontsize=7)
                 target = out / f"{name}_{source.slug}.png"
                 picture.savefig(target, dpi=110)
