@@ -52,6 +52,8 @@ def parse() -> argparse.Namespace:
 
 def cpu_path(out: Path, threads: int, limit: float) -> str | None:
     """Run perf/cpu_path.py; its file is replaced only if it came to its end. Returns what went wrong."""
+    if limit < 30:
+        return "perf/cpu_path.py: no time left for it; its result file is as it was, and it can run alone"
     draft = out / "cpu_path.part.jsonl"
     command = [sys.executable, "perf/cpu_path.py", "--seconds", "2", "--threads", str(threads), "--out", str(draft)]
     try:
@@ -93,7 +95,9 @@ def main() -> None:
     problem = "perf/cpu_path.py: left out by --quick" if args.quick else cpu_path(args.out, args.threads, suite.left - 40)
     print(problem or f"{args.out / 'cpu_path.jsonl'}: written", flush=True)
     subprocess.run([sys.executable, "-m", "perf.model"], cwd=ROOT, check=True, env=_environment())
-    plots.draw_all(plots.known_files(RESULTS), args.figures)
+    ours = [args.out / name for name in ("bench.json", "cpu_path.jsonl")]
+    known = dict.fromkeys([*(path.resolve() for path in ours if path.exists()), *plots.known_files(RESULTS)])
+    plots.draw_all(list(known), args.figures)
     print(f"counted bytes: {RESULTS / 'cpu' / 'traffic.jsonl'} (python perf/traffic.py counts them again, in minutes)")
     print(f"{suite.path}: {len(suite.rows)} rows in {time.monotonic() - began:.0f} s")
     if suite.failures:

@@ -128,6 +128,36 @@ def test_ways_take_turns_and_an_error_stops_one_only():
     assert calls[2:] == ["a", "b"] * timing.MIN_ROUNDS
 
 
+class FakeEvent:
+    """Time on this device is the number of steps that ran, in ms."""
+
+    ran = 0
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        self.at = FakeEvent.ran
+
+    def synchronize(self):
+        pass
+
+    def elapsed_time(self, other):
+        return other.at - self.at
+
+
+def test_a_cuda_round_is_the_mean_of_its_steps(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+
+    def step():
+        FakeEvent.ran += 1
+
+    clock = timing.eager_clock([step] * 4)
+    ran = FakeEvent.ran
+    assert clock() == 1e-3  # each step takes one millisecond
+    assert FakeEvent.ran - ran == 4  # and four of them take longer than a round has to
+
+
 def test_rows_reach_pytest_benchmark(tmp_path):
     file = tmp_path / "rows.json"
     workload = "gemma-3-270m-2k-b1-t512-s16-means2"
