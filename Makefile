@@ -30,15 +30,6 @@ unit: $(VENV)/.installed ## The suite on the pinned Triton (ARGS are pytest's)
 unit-old-triton: $(VENV)/.installed $(OLD_TRITON)/.installed ## Kernel tests and compiles on Triton 3.6
 	PYTHONPATH=$(OLD_TRITON) $(BIN)/pytest -n $(JOBS) tests/kernels tests/aot $(ARGS)
 
-.PHONY: perf perf-gpu
-perf: $(VENV)/.installed ## CPU timings, counted bytes, modelled GPU latencies and figures, in minutes (ARGS="--quick" for one)
-	$(BIN)/python -m perf.cpu $(ARGS)
-
-# The Python that has the GPU's torch and triton, with pytest, tqdm and matplotlib; nothing is installed into it.
-GPU_PYTHON ?= python3
-perf-gpu: ## On a GPU: correctness, goals, stages, decoding, sweeps and figures, in under nine minutes
-	$(GPU_PYTHON) -m perf.gpu $(ARGS)
-
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,demo]"
@@ -52,3 +43,12 @@ $(OLD_TRITON)/.installed: $(VENV)/.installed
 
 clean: ## Remove the environment and everything generated
 	rm -rf $(VENV) build out .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+
+.PHONY: perf perf-gpu
+perf: $(VENV)/.installed ## CPU timings, counted bytes, modelled GPU latencies and figures, in minutes (ARGS="--quick" for one)
+	$(BIN)/python -m perf.cpu $(ARGS)
+
+# The Python that has the GPU's torch and triton, with pytest, tqdm and matplotlib; nothing is installed into it.
+GPU_PYTHON ?= python3
+perf-gpu: ## On a GPU: correctness, goals, stages, decoding, sweeps and figures, in under nine minutes
+	$(GPU_PYTHON) -m perf.gpu $(ARGS)
