@@ -52,3 +52,12 @@ $(OLD_TRITON)/.installed: $(VENV)/.installed
 
 clean: ## Remove the environment and everything generated here; the demo's model stays in ~/.cache/tsattn
 	rm -rf $(VENV) build out .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+
+.PHONY: perf perf-gpu
+perf: $(VENV)/.installed ## CPU timings, counted bytes, modelled GPU latencies and figures, in minutes (ARGS="--quick" for one)
+	$(BIN)/python -m perf.cpu $(ARGS)
+
+# The Python that has the GPU's torch and triton, with pytest, tqdm and matplotlib; nothing is installed into it.
+GPU_PYTHON ?= python3
+perf-gpu: ## On a GPU: correctness, goals, stages, decoding, sweeps and figures, in under nine minutes
+	$(GPU_PYTHON) -m perf.gpu $(ARGS)

@@ -112,6 +112,24 @@ WORKLOADS = {
 }
 
 
+def layer_of(head_dim: int) -> Model:
+    """A layer as Llama-3.1-8B's, with heads of another size: for the sweep over head dims."""
+    return Model(f"gqa-32-8-d{head_dim}", 32, 8, head_dim, 1, 131072, "32 query heads on 8 KV heads; no model's")
+
+
+def _sweep(head_dim: int, page_size: int, context: int = 32768) -> Workload:
+    return Workload(layer_of(head_dim), context, 16, 2048, page_size, "minmax")
+
+
+SWEEPS = {
+    "page-size": tuple(_sweep(128, size) for size in (4, 8, 16, 32, 64)),
+    "head-dim": tuple(_sweep(dim, 16) for dim in (64, 80, 96, 128, 192, 256)),
+    "context": tuple(Workload(MODELS[0], 1024 * k, 1, 2048, 16, "minmax") for k in (3, 4, 6, 8, 9, 12, 16, 24, 32)),
+    "pages": tuple(Workload(MODELS[0], 16 * pages, 1, 2048, 16, "minmax") for pages in (2048, 8192, 65536)),
+}
+"""One thing varied at a time, beyond the grid: page sizes, head dims, contexts around break-even, pages to select from."""
+
+
 def find(patterns: Sequence[str]) -> list[Workload]:
     """The workloads whose names match one of the patterns, which may hold ``*``, in the order of the table.
 
@@ -124,3 +142,14 @@ def find(patterns: Sequence[str]) -> list[Workload]:
         if not fnmatch.filter(WORKLOADS, pattern):
             raise ValueError(f"no workload matches {pattern!r}; one is {next(iter(WORKLOADS))!r}")
     return [w for name, w in WORKLOADS.items() if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)]
+
+
+def choose(patterns: Sequence[str]) -> list[Workload]:
+    """As :func:`find`; ``sweep:page-size`` and the like are all workloads of a sweep."""
+    chosen: list[Workload] = []
+    for pattern in patterns:
+        kind, _, sweep = pattern.partition(":")
+        if kind == "sweep" and sweep not in SWEEPS:
+            raise ValueError(f"no sweep is called {sweep!r}; there are {', '.join(SWEEPS)}")
+        chosen += SWEEPS[sweep] if kind == "sweep" else find([pattern])
+    return list(dict.fromkeys(chosen))
