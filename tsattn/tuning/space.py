@@ -102,8 +102,7 @@ _ENTRIES = (
     # memory that a program has on AMD can't hold it.
     Entry("attend", _attend((64, 4, 3), (32, 2, 3)), "gfx", element_sizes=(1, 2), max_head_dim=128),
     # Codes of 8 bits are converted before they are multiplied. A pipelined copy would take them in pieces of 8 bytes, as many
-    # elements as 16 bytes of the operand have; loaded to registers they come in pieces of 16.
-    Entry("attend", _attend((64, 4, 1), (32, 2, 1)), "sm_", element_sizes=(1,), max_head_dim=128),
+    # elements as 16 bytes of the operand have; loaded to registers they come in pieces of 16. Four warps spill.
     Entry("attend", _attend((64, 8, 1), (32, 4, 1)), "sm_", element_sizes=(1,)),
     Entry("attend", _attend((64, 4, 3), (64, 4, 5), (32, 2, 3)), element_sizes=(1, 2), max_head_dim=128),
     Entry("attend", _attend((32, 4, 2), (32, 2, 2)), element_sizes=(1, 2)),
