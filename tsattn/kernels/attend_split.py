@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tsattn.kernels.launch import Piece, block_dim, codes, head_rows, needs_f32_dot, next_pow2, stride_or_zero
+from tsattn.kernels.launch import Piece, block_dim, codes, head_rows, needs_f32_dot, stride_or_zero
 from tsattn.kernels.primitives import LN2, LOG2E, as_operand, cdiv, dot, in_pool, round_to, tanh, to_f32
 from tsattn.scratch import Scratch
 from tsattn.tuning.space import Config, pick
@@ -89,7 +89,6 @@ class AttendShape(NamedTuple):
     BLOCK_T: Any
     BLOCK_G: Any
     BLOCK_D: Any
-    BLOCK_S: Any  # MAX_SPLITS, padded
 
 
 class Span(NamedTuple):
@@ -337,6 +336,5 @@ def attend_arguments(
         # As wide for lists per query head as for dense, so that the two give the same bits.
         BLOCK_G=head_rows(num_heads // num_kv_heads),
         BLOCK_D=block_dim(head_dim),
-        BLOCK_S=next_pow2(config["MAX_SPLITS"]),
     )
     return tensors, shape, config, splits

@@ -46,7 +46,6 @@ class MergeShape(NamedTuple):
     D: Any
     CACHE: Any
     BLOCK_D: Any
-    BLOCK_S: Any
 
 
 #: Partials that are loaded before the first of them is added up.
@@ -54,20 +53,20 @@ _BATCH = tl.constexpr(4)
 
 
 @triton.jit
+def _rise(top, log):
+    """The new maximum of log-sum-exps, the factor of what is summed up so far, and the weight of `log`."""
+    new_top = tl.maximum(top, log)
+    shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+    return new_top, tl.exp2((top - shift) * LOG2E), tl.exp2((log - shift) * LOG2E)
+
+
+@triton.jit
 def merge_heads(t, c, g, row, head, mask, num_splits, HEADS: tl.constexpr):
     """Join the splits of query heads `head` [HEADS] of one row, one after the other: no layout can change the order."""
-    i = tl.arange(0, c.BLOCK_S)
     d = tl.arange(0, c.BLOCK_D)
     part = (row * (c.HL * c.GL) + head) * g.splits
     end = tl.where(mask, num_splits, 0)
-    seen = i[None, :] < end[:, None]
-    logs = tl.load(t.part_lse + part[:, None] + i[None, :], mask=seen, other=float("-inf"), cache_modifier=c.CACHE)
-    top = tl.max(logs, axis=1)
-    if t.sinks is not None:
-        sink = to_f32(tl.load(t.sinks + head * t.stride_sink, mask=mask, other=float("-inf")))
-        sink = tl.where(top == float("-inf"), float("-inf"), sink)
-        top = tl.maximum(top, sink)
-    shift = tl.where(top == float("-inf"), 0.0, top)
+    top = tl.full([HEADS], float("-inf"), tl.float32)
     total = tl.zeros([HEADS], tl.float32)
     result = tl.zeros([HEADS, c.BLOCK_D], tl.float32)
     for first in range(0, num_splits, _BATCH):
@@ -76,11 +75,15 @@ def merge_heads(t, c, g, row, head, mask, num_splits, HEADS: tl.constexpr):
             log = tl.load(t.part_lse + part + first + j, mask=here, other=float("-inf"), cache_modifier=c.CACHE)
             offset = (part + first + j)[:, None] * c.D + d[None, :]
             outs = tl.load(t.part_out + offset, mask=here[:, None] & (d < c.D)[None, :], other=0.0, cache_modifier=c.CACHE)
-            weight = tl.exp2((log - shift) * LOG2E)
-            total += weight
-            result += weight[:, None] * outs
+            top, fade, weight = _rise(top, log)
+            # Of two products and a sum a compiler may fuse either product; every kernel that merges has to fuse the same.
+            total = tl.fma(total, fade, weight)
+            result = tl.fma(weight[:, None], outs, result * fade[:, None])
     if t.sinks is not None:
-        total += tl.exp2((sink - shift) * LOG2E)
+        sink = to_f32(tl.load(t.sinks + head * t.stride_sink, mask=mask, other=float("-inf")))
+        top, fade, weight = _rise(top, tl.where(top == float("-inf"), float("-inf"), sink))
+        total = tl.fma(total, fade, weight)
+        result = result * fade[:, None]
     result = result / tl.where(total == 0.0, 1.0, total)[:, None]
     log_sum = tl.where(top == float("inf"), top, top + tl.log2(total) * LN2)
     out_row = t.out + row * t.stride_or + head[:, None] * t.stride_oh + d[None, :]

@@ -81,6 +81,10 @@ def _score(*pages_and_warps: tuple[int, int]) -> tuple[Config, ...]:
     return tuple(Config({"BLOCK_P": p}, num_warps=w, num_stages=s) for p, w in pages_and_warps for s in (1, 2))
 
 
+def _select(heap: int) -> Config:
+    return Config({"MAX_BLOCK": 2048, "BLOCK_TOP_P": 2048, "BLOCK_HEAP": heap, "MAX_HEAP": 16}, num_warps=8)
+
+
 def _attend(*tokens_warps_stages: tuple[int, int, int]) -> tuple[Config, ...]:
     split = {"MIN_TILES": 2, "MAX_SPLITS": 64}
     return tuple(Config({"BLOCK_T": t, **split}, num_warps=w, num_stages=s) for t, w, s in tokens_warps_stages)
@@ -94,13 +98,21 @@ _ENTRIES = (
     Entry("append", _append(32, 4, 2), max_head_dim=128),
     Entry("append", _append(16, 4, 2)),
     # BLOCK_P counts pages of two vectors: the tile holds up to 32 KB of statistics.
+    # Fused with what follows, four warps spill on sm_80.
+    Entry("score", _score((64, 8), (32, 4), (16, 2)), "sm_8", element_sizes=(1, 2), max_head_dim=128),
     Entry("score", _score((32, 4), (64, 8), (16, 2)), element_sizes=(1, 2), max_head_dim=128),
     Entry("score", _score((16, 4), (32, 8))),
     Entry("reduce", (Config({"BLOCK_N": 1024, "BLOCK_RANK": 64, "BLOCK_OTHER": 128}),)),
-    Entry("select", (Config({"MAX_BLOCK": 2048, "BLOCK_TOP_P": 2048, "BLOCK_HEAP": 2048, "MAX_HEAP": 16}, num_warps=8),)),
+    Entry("select", (_select(1024),), "sm_8"),  # 2,048 pages as 64-bit keys spill there
+    Entry("select", (_select(2048),)),
     # BLOCK_T counts tokens. On NVIDIA a real second buffer for K and V only exists from five stages on; the 64 KB of shared
     # memory that a program has on AMD can't hold it.
     Entry("attend", _attend((64, 4, 3), (32, 2, 3)), "gfx", element_sizes=(1, 2), max_head_dim=128),
+    # Codes of 8 bits are converted before they are multiplied. A pipelined copy would take them in pieces of 8 bytes, as many
+    # elements as 16 bytes of the operand have; loaded to registers they come in pieces of 16. Four warps spill.
+    Entry("attend", _attend((64, 8, 1), (32, 4, 1)), "sm_", element_sizes=(1,), max_head_dim=128),
+    Entry("attend", _attend((32, 8, 1), (32, 4, 1)), "sm_8", element_sizes=(1,)),
+    Entry("attend", _attend((64, 8, 1), (32, 4, 1)), "sm_", element_sizes=(1,)),
     Entry("attend", _attend((64, 4, 3), (64, 4, 5), (32, 2, 3)), element_sizes=(1, 2), max_head_dim=128),
     Entry("attend", _attend((32, 4, 2), (32, 2, 2)), element_sizes=(1, 2)),
     Entry("attend", _attend((32, 4, 2), (32, 2, 2)), max_head_dim=128),
