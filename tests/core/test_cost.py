@@ -106,7 +106,7 @@ def test_algorithm(cells, width, name):
 
 def test_attend_by_hand():
     """A list of pages 0 and 2 of a row of 40 tokens: 24 tokens in one tile."""
-    cost = cost_kernels.attend_list(Layer(4, 2, 8), 40, [0, 2], 2)
+    cost = cost_attend.attend_list(Layer(4, 2, 8), 40, [0, 2], 2)
     assert cost.read == {
         "seq_lens": 4,
         "page_counts": 4,
@@ -122,8 +122,8 @@ def test_attend_by_hand():
 def test_splits_by_hand():
     """300 tokens in tiles of 64, two tiles a split: 5 tiles, 3 splits."""
     tiles = cost_kernels.Tiles()
-    assert [cost_kernels.num_splits(n, tiles) for n in (0, 128, 129, 300, 10**6)] == [1, 1, 2, 3, 64]
-    cost = cost_kernels.dense(Layer(1, 1, 8), [300], 19)
+    assert [cost_attend.num_splits(n, tiles) for n in (0, 128, 129, 300, 10**6)] == [1, 1, 2, 3, 64]
+    cost = cost_attend.dense(Layer(1, 1, 8), [300], 19)
     assert cost.written == {"part_out": 3 * 8 * 4, "part_lse": 12, "split_counts": 4, "out": 16, "lse": 4}
     assert cost.read["part_out"] == 96 and cost.read["q"] == 3 * 16
 
@@ -135,7 +135,7 @@ def test_a_step_is_the_sum_of_its_stages():
     stages += cost_kernels.select(layer, lengths, cells, width, recent_pages=4)
     for length in lengths:
         pages = range(max(layer.pages(length) - width, 0), layer.pages(length))
-        stages += cost_kernels.attend_list(layer, length, pages, width) * 2
+        stages += cost_attend.attend_list(layer, length, pages, width) * 2
     assert step == stages
 
 
@@ -145,7 +145,7 @@ def test_ours_is_never_below_the_floor():
         ours, floor = cost_kernels.separate(LLAMA, lengths, cells, 512), sparse_floor(LLAMA, lengths, 512)
         assert all(ours.read[name] >= floor.read[name] for name in floor.read)
         assert ours.written["out"] == floor.written["out"] and ours.flops == floor.flops
-        assert cost_kernels.dense(LLAMA, lengths, cells).bytes > dense_floor(LLAMA, lengths).bytes
+        assert cost_attend.dense(LLAMA, lengths, cells).bytes > dense_floor(LLAMA, lengths).bytes
 
 
 def test_append_by_hand():
@@ -176,7 +176,7 @@ def test_one_head_and_one_row_add_up():
         head, cells = w.one_head, w.layer.pages(w.context)
         for whole, part in (
             (sparse_floor(w.layer, [w.context] * w.batch, w.budget), sparse_floor(head, [w.context], w.budget)),
-            (cost_kernels.dense(w.layer, [w.context] * w.batch, cells), cost_kernels.dense(head, [w.context], cells)),
+            (cost_attend.dense(w.layer, [w.context] * w.batch, cells), cost_attend.dense(head, [w.context], cells)),
             (
                 cost_kernels.separate(w.layer, [w.context] * w.batch, cells, w.budget),
                 cost_kernels.separate(head, [w.context], cells, w.budget),
