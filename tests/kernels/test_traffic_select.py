@@ -6,7 +6,6 @@ stream        the candidates twice, and what lies past its first tile once more 
 top_p         before that all pages of the row 36 times
 """
 
-import numpy as np
 import pytest
 import torch
 
@@ -18,7 +17,7 @@ from tsattn.kernels import select_radix
 from tsattn.testing.traffic import Traffic
 from tsattn.tuning import space
 
-from .traffic_world import assert_moved, assert_times, gapped, tiles_in_force
+from .traffic_world import assert_moved, assert_times, gapped, search_rounds, tiles_in_force
 
 ALGORITHMS = ("heap", "tile", "two_level", "stream")
 LENGTHS = (500, 0, 1, 16, 17, 1999)
@@ -33,23 +32,6 @@ def scores_of(lengths, cells, ties=False):
     for r, length in enumerate(lengths):
         scores[r, :, -(-length // 16) :] = torch.nan
     return gapped(scores)
-
-
-def order_keys(scores):
-    """uint32 keys in the order of the scores."""
-    bits = (scores.numpy() + np.float32(0)).view(np.uint32)
-    return np.where(bits >> 31, ~bits, bits | np.uint32(1 << 31)).astype(np.int64)
-
-
-def search_rounds(scores, need):
-    """Rounds of the search for the key that `need` of the scores reach."""
-    keys, threshold, reached, bit = order_keys(scores), 0, len(scores), 31
-    while bit >= 0 and reached != need:
-        count = int((keys >= threshold | (1 << bit)).sum())
-        if count >= need:
-            threshold, reached = threshold | (1 << bit), count
-        bit -= 1
-    return 31 - bit
 
 
 def expected_times(scores, lengths, kept, sink_pages, recent_pages, name, top_p):

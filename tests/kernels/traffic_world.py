@@ -1,5 +1,6 @@
 """What the traffic tests share: tensors with gaps around them, the tiles in force, and the comparison with the cost model."""
 
+import numpy as np
 import torch
 
 from tsattn.cost import Cost, Layer
@@ -114,3 +115,20 @@ def used_pages(case):
     for r, length in enumerate(case.seq_lens.tolist()):
         used[case.page_table[r, : -(-length // case.page_size)].long()] += 1
     return used[:, None, None, None]
+
+
+def order_keys(scores):
+    """uint32 keys in the order of the scores."""
+    bits = (scores.numpy() + np.float32(0)).view(np.uint32)
+    return np.where(bits >> 31, ~bits, bits | np.uint32(1 << 31)).astype(np.int64)
+
+
+def search_rounds(scores, need):
+    """Rounds of the radix search for the key that `need` of the scores reach."""
+    keys, threshold, reached, bit = order_keys(scores), 0, len(scores), 31
+    while bit >= 0 and reached != need:
+        count = int((keys >= threshold | (1 << bit)).sum())
+        if count >= need:
+            threshold, reached = threshold | (1 << bit), count
+        bit -= 1
+    return 31 - bit
