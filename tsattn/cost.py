@@ -1,8 +1,8 @@
 """What a decode step must move and compute at the least, and how fast a machine could do it. Plain Python.
 
 The floor is what any implementation moves: the statistics of all pages once, the tokens of every list once, q and out.
-:mod:`tsattn.cost_kernels` has what the Triton kernels move. Flops are those of matrix products, two per multiply-add. All
-costs are sums over rows and KV heads.
+:mod:`tsattn.cost_kernels` has what the Triton kernels move, :mod:`tsattn.cost_plans` what a step by each plan does. Flops are
+those of matrix products, two per multiply-add. All costs are sums over rows and KV heads.
 """
 
 from __future__ import annotations
@@ -21,23 +21,30 @@ class Cost:
         Bytes by tensor; tensors that nothing is done to are absent.
     flops : int
         Of matrix products.
+    atomic : mapping of str to int
+        Bytes that atomic operations read and write, by tensor; not part of `read` and `written`.
     """
 
     read: Mapping[str, int] = field(default_factory=dict)
     written: Mapping[str, int] = field(default_factory=dict)
     flops: int = 0
+    atomic: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("read", "written"):
+        for name in ("read", "written", "atomic"):
             object.__setattr__(self, name, {k: v for k, v in getattr(self, name).items() if v})
 
     def __add__(self, other: Cost) -> Cost:
-        return Cost(_sum(self.read, other.read), _sum(self.written, other.written), self.flops + other.flops)
+        return Cost(
+            _sum(self.read, other.read),
+            _sum(self.written, other.written),
+            self.flops + other.flops,
+            _sum(self.atomic, other.atomic),
+        )
 
     def __mul__(self, times: int) -> Cost:
-        return Cost(
-            {k: v * times for k, v in self.read.items()}, {k: v * times for k, v in self.written.items()}, self.flops * times
-        )
+        read, written, atomic = ({k: v * times for k, v in x.items()} for x in (self.read, self.written, self.atomic))
+        return Cost(read, written, self.flops * times, atomic)
 
     @property
     def bytes_read(self) -> int:
@@ -50,9 +57,14 @@ class Cost:
         return sum(self.written.values())
 
     @property
+    def bytes_atomic(self) -> int:
+        """Bytes of atomic operations, all tensors together."""
+        return sum(self.atomic.values())
+
+    @property
     def bytes(self) -> int:
-        """Bytes read and written."""
-        return self.bytes_read + self.bytes_written
+        """Bytes read and written; an atomic operation does both."""
+        return self.bytes_read + self.bytes_written + 2 * self.bytes_atomic
 
 
 def _sum(a: Mapping[str, int], b: Mapping[str, int]) -> dict[str, int]:

@@ -2,12 +2,13 @@
 
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
 
 from perf import workloads
-from tsattn import cost_append, cost_kernels
+from tsattn import cost_append, cost_attend, cost_kernels, cost_plans
 from tsattn.cost import Cost, Layer, Roofline, dense_floor, ideal_speedup, kept_pages, kept_tokens, roofline, sparse_floor
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -69,6 +70,8 @@ def test_costs_add_and_multiply():
     assert a.read == {"q": 1} and (a + b) == Cost({"q": 11, "v": 5}, {"out": 2}, 7)
     assert a * 3 == a + a + a
     assert ((a + b).bytes_read, (a + b).bytes_written, (a + b).bytes) == (16, 2, 18)
+    counted = (a + Cost(atomic={"counters": 4})) * 3
+    assert (counted.atomic, counted.bytes_atomic, counted.bytes) == ({"counters": 12}, 12, 3 * a.bytes + 24)
 
 
 def test_roofline():
@@ -93,12 +96,21 @@ def test_select_by_hand():
     """63 pages, a list of 10 with a sink and 4 recent pages: 58 candidates are read once."""
     cost = cost_kernels.select(Layer(1, 1, 8), [1000], 64, 10, recent_pages=4)
     assert cost == Cost({"seq_lens": 4, "scores": 58 * 4}, {"page_ids": 40, "page_counts": 4})
-    stream = cost_kernels.select(Layer(1, 1, 8), [1000], 64, 10, recent_pages=4, name="stream", rounds=9)
-    assert stream.read["scores"] == 11 * 58 * 4
+    stream = {"recent_pages": 4, "name": "stream", "rounds": 9}
+    assert cost_kernels.select(Layer(1, 1, 8), [1000], 64, 10, **stream).read["scores"] == 2 * 58 * 4
+    short = cost_kernels.select(Layer(1, 1, 8), [1000], 64, 10, cost_kernels.Tiles(MAX_BLOCK=16), **stream)
+    assert short.read["scores"] == (2 * 58 + 9 * 42) * 4
+
+
+def test_physical_lists_by_hand():
+    """10 pages kept of 63: their ids are read once and the last again, and each has its cell of the table."""
+    cost = cost_kernels.select(Layer(1, 1, 8), [1000], 64, 10, recent_pages=4, physical=True)
+    assert cost.read == {"seq_lens": 4, "scores": 58 * 4, "page_ids": 44, "page_table": 40}
+    assert cost.written == {"page_ids": 40, "page_counts": 4, "physical": 40, "tokens": 4}
 
 
 @pytest.mark.parametrize(
-    ("cells", "width", "name"), [(9, 16, "heap"), (8192, 17, "tile"), (16384, 512, "two_level"), (16384, 5000, "stream")]
+    ("cells", "width", "name"), [(9, 16, "heap"), (2048, 17, "tile"), (16384, 512, "two_level"), (16384, 513, "stream")]
 )
 def test_algorithm(cells, width, name):
     assert cost_kernels.algorithm(cells, width) == name
@@ -106,7 +118,7 @@ def test_algorithm(cells, width, name):
 
 def test_attend_by_hand():
     """A list of pages 0 and 2 of a row of 40 tokens: 24 tokens in one tile."""
-    cost = cost_kernels.attend_list(Layer(4, 2, 8), 40, [0, 2], 2)
+    cost = cost_attend.attend_list(Layer(4, 2, 8), 40, [0, 2], 2)
     assert cost.read == {
         "seq_lens": 4,
         "page_counts": 4,
@@ -116,36 +128,63 @@ def test_attend_by_hand():
         "k_cache": 24 * 8 * 2,
         "v_cache": 24 * 8 * 2,
     }
-    assert cost.written == {"out": 2 * 8 * 2, "lse": 2 * 4} and cost.flops == 4 * 2 * 8 * 24
+    assert cost.written == {"out": 2 * 8 * 2, "lse": 2 * 4, "split_counts": 4} and cost.flops == 4 * 2 * 8 * 24
 
 
 def test_splits_by_hand():
     """300 tokens in tiles of 64, two tiles a split: 5 tiles, 3 splits."""
     tiles = cost_kernels.Tiles()
-    assert [cost_kernels.num_splits(n, tiles) for n in (0, 128, 129, 300, 10**6)] == [1, 1, 2, 3, 64]
-    cost = cost_kernels.dense(Layer(1, 1, 8), [300], 19)
+    assert [cost_attend.num_splits(n, tiles) for n in (0, 128, 129, 300, 10**6)] == [1, 1, 2, 3, 64]
+    cost = cost_attend.dense(Layer(1, 1, 8), [300], 19)
     assert cost.written == {"part_out": 3 * 8 * 4, "part_lse": 12, "split_counts": 4, "out": 16, "lse": 4}
-    assert cost.read["part_out"] == 96 and cost.read["q"] == 3 * 16
+    assert cost.read["part_out"] == 96 and cost.read["part_lse"] == 2 * 12 and cost.read["q"] == 3 * 16
 
 
-def test_a_step_is_the_sum_of_its_stages():
-    layer, lengths, cells, width = Layer(8, 2, 64), [5000, 0, 77], 320, 64
-    step = cost_kernels.separate(layer, lengths, cells, 1024)
-    stages = cost_kernels.score(layer, lengths, cells)
-    stages += cost_kernels.select(layer, lengths, cells, width, recent_pages=4)
-    for length in lengths:
-        pages = range(max(layer.pages(length) - width, 0), layer.pages(length))
-        stages += cost_kernels.attend_list(layer, length, pages, width) * 2
-    assert step == stages
+def test_plans_by_hand():
+    """40 tokens: 3 pages in a table of 70, so 1 of 3 tiles; a list of 2 pages, 24 tokens, no second split."""
+    layer = Layer(1, 1, 8, q_size=4)
+    steps = {plan: cost_plans.decode(plan, layer, [40], 70, 32, recent_pages=1) for plan in cost_plans.PLANS}
+    same = {"page_stats": 3 * 32, "k_cache": 24 * 16, "v_cache": 24 * 16, "page_table": (3 + 2) * 4, "page_ids": 3 * 4}
+    for plan, step in steps.items():
+        assert {name: step.read[name] for name in same} == same
+        assert step.read["physical"] == 8 and step.read["tokens"] == 4 and step.read["q"] == 2 * 32
+        scores = 70 if plan == "separate" else 32
+        rest = {"split_counts": 4} if plan == "separate" else {}
+        lists = {"page_ids": 8, "page_counts": 4, "physical": 8, "tokens": 4}
+        assert step.written == {"scores": scores * 4, "out": 32, "lse": 4} | lists | rest
+        # Three programs score, one selects; a program of the ticket plan asks for the row's length before it waits.
+        assert step.read["seq_lens"] == {"separate": 4, "two": 4, "ticket": 5, "row": 2}[plan] * 4
+    # "two": one tile arrives and resets; "ticket": the same, 3 + 1 tickets, the queue's reset, and a flag raised, looked at,
+    # arrived at and reset.
+    assert [step.atomic.get("counters", 0) for step in steps.values()] == [0, 2 * 4, (2 + 4 + 1 + 4) * 4, 0]
 
 
-def test_ours_is_never_below_the_floor():
+def test_splits_of_a_fused_plan_by_hand():
+    """A list of 300 tokens in three splits: each arrives, the last one resets; no number of splits is written."""
+    two, row = (cost_plans.decode(plan, Layer(1, 1, 8), [300], 19, 304, recent_pages=1) for plan in ("two", "row"))
+    assert two.atomic == {"counters": (2 + 4) * 4} and not row.atomic
+    assert two.read["tokens"] == 3 * 4 and row.read["tokens"] == 4
+    assert "split_counts" not in two.written and two.read["part_lse"] == 2 * two.written["part_lse"] == 24
+    assert two.bytes == two.bytes_read + two.bytes_written + 2 * 24
+
+
+def test_plans_that_there_are_not():
+    with pytest.raises(ValueError, match="plan must be one of"):
+        cost_plans.decode("auto", LLAMA, [100], 7, 64)
+    for reduce, plan in product(("softmax", "mix"), ("two", "ticket", "row")):
+        with pytest.raises(ValueError, match="whole rows"):
+            cost_plans.decode(plan, LLAMA, [100], 7, 64, reduce=reduce)
+
+
+@pytest.mark.parametrize("plan", cost_plans.PLANS)
+def test_ours_is_never_below_the_floor(plan):
     for lengths in ([70000], [5, 0, 3000, 16]):
         cells = LLAMA.pages(max(lengths))
-        ours, floor = cost_kernels.separate(LLAMA, lengths, cells, 512), sparse_floor(LLAMA, lengths, 512)
+        ours, floor = cost_plans.decode(plan, LLAMA, lengths, cells, 512), sparse_floor(LLAMA, lengths, 512)
         assert all(ours.read[name] >= floor.read[name] for name in floor.read)
+        assert all(ours.read[name] == floor.read[name] for name in ("page_stats", "k_cache", "v_cache"))
         assert ours.written["out"] == floor.written["out"] and ours.flops == floor.flops
-        assert cost_kernels.dense(LLAMA, lengths, cells).bytes > dense_floor(LLAMA, lengths).bytes
+        assert cost_attend.dense(LLAMA, lengths, cells).bytes > dense_floor(LLAMA, lengths).bytes
 
 
 def test_append_by_hand():
@@ -176,10 +215,13 @@ def test_one_head_and_one_row_add_up():
         head, cells = w.one_head, w.layer.pages(w.context)
         for whole, part in (
             (sparse_floor(w.layer, [w.context] * w.batch, w.budget), sparse_floor(head, [w.context], w.budget)),
-            (cost_kernels.dense(w.layer, [w.context] * w.batch, cells), cost_kernels.dense(head, [w.context], cells)),
-            (
-                cost_kernels.separate(w.layer, [w.context] * w.batch, cells, w.budget),
-                cost_kernels.separate(head, [w.context], cells, w.budget),
+            (cost_attend.dense(w.layer, [w.context] * w.batch, cells), cost_attend.dense(head, [w.context], cells)),
+            *(
+                (
+                    cost_plans.decode(plan, w.layer, [w.context] * w.batch, cells, w.budget),
+                    cost_plans.decode(plan, head, [w.context], cells, w.budget),
+                )
+                for plan in ("separate", "two", "row")  # a launch of "ticket" resets its queue once
             ),
         ):
             assert whole == part * (w.batch * w.model.heads_kv)
@@ -192,8 +234,8 @@ import sys, types
 sys.modules["tsattn"] = package = types.ModuleType("tsattn")
 package.__path__ = ["tsattn"]
 sys.modules |= dict.fromkeys(("torch", "triton", "numpy"))
-from tsattn import cost, cost_append, cost_kernels
-print(cost_kernels.separate(cost.Layer(8, 2, 64), [1000], 63, 256).flops)
+from tsattn import cost, cost_append, cost_plans
+print(cost_plans.decode("separate", cost.Layer(8, 2, 64), [1000], 63, 256).flops)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert int(done.stdout) == 8 * 64 * (2 * 2 * 63 + 4 * 248)

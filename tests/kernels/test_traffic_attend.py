@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tsattn
-from tsattn import cost_kernels
+from tsattn import cost_attend
 from tsattn.cost import Cost
 from tsattn.testing.traffic import Traffic
 from tsattn.tuning import space
@@ -88,12 +88,12 @@ def check(case, width=None, per_query_head=False, window=None, sinks=None, softc
     sink_size = 0 if sinks is None else sinks.element_size()
     options = {"window": window, "sink_size": sink_size}
     if width is None:
-        cost = cost_kernels.dense(layer, lengths, cells, tiles_in_force(), **options)
+        cost = cost_attend.dense(layer, lengths, cells, tiles_in_force(), **options)
     else:
         cost = Cost()
         for length, row in zip(lengths, chosen, strict=True):
             for pages in row:
-                cost += cost_kernels.attend_list(layer, length, pages, width, tiles_in_force(), **options)
+                cost += cost_attend.attend_list(layer, length, pages, width, tiles_in_force(), **options)
     assert_moved(t, cost, [*named, "lse"])
     times = table_of_pages(case, chosen)
     if window is not None:
@@ -191,5 +191,5 @@ def test_merge_states(size_of):
         out, lse = tsattn.merge_states(a, lse_a, b, lse_b, impl="triton")
     t.claim(out=out, lse=lse)
     sizes = a.element_size(), b.element_size(), out.element_size()
-    assert_moved(t, cost_kernels.merge_states(5, 3, 80, *sizes), ["out_a", "out_b", "lse_a", "lse_b", "out", "lse"])
+    assert_moved(t, cost_attend.merge_states(5, 3, 80, *sizes), ["out_a", "out_b", "lse_a", "lse_b", "out", "lse"])
     assert_times(t, "out_b", torch.ones(()))

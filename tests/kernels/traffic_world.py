@@ -1,11 +1,10 @@
 """What the traffic tests share: tensors with gaps around them, the tiles in force, and the comparison with the cost model."""
 
-from dataclasses import fields
-
+import numpy as np
 import torch
 
-from tsattn import cost_kernels
 from tsattn.cost import Cost, Layer
+from tsattn.cost_kernels import Tiles
 from tsattn.testing import make_case
 from tsattn.testing.traffic import Count
 from tsattn.tuning import space
@@ -60,15 +59,11 @@ def layer_of(case, per_query_head=False):
 
 def tiles_in_force():
     """The tiles that the launchers take now."""
-    chosen = {}
-    for stage in ("score", "reduce", "select", "attend"):
-        chosen |= space.pick(stage).tiles
-    known = {f.name for f in fields(cost_kernels.Tiles)}
-    return cost_kernels.Tiles(**{name: size for name, size in chosen.items() if name in known})
+    return Tiles.of({stage: space.pick(stage).tiles for stage in ("score", "reduce", "select", "attend", "fused")})
 
 
 def assert_moved(t, cost, names, scratch=None):
-    """Fetches and stores of every tensor are those of the cost, and no other tensor was touched.
+    """Fetches, stores and atomics of every tensor are those of the cost, and no other tensor was touched.
 
     `scratch` gives the cost's name of scratch that kernels know by another parameter.
     """
@@ -76,11 +71,17 @@ def assert_moved(t, cost, names, scratch=None):
     for label, count in t.scratch.items():
         name = (scratch or {}).get(label, label)
         counts[name] = counts.get(name, Count()) + count
-    actual = Cost({n: c.fetched for n, c in counts.items()}, {n: c.stored for n, c in counts.items()})
-    for what, here, there in (("read", actual.read, cost.read), ("written", actual.written, cost.written)):
+    actual = Cost(
+        {n: c.fetched for n, c in counts.items()},
+        {n: c.stored for n, c in counts.items()},
+        atomic={n: c.atomic for n, c in counts.items()},
+    )
+    for what in ("read", "written", "atomic"):
+        here, there = getattr(actual, what), getattr(cost, what)
         wrong = {n: (here.get(n, 0), there.get(n, 0)) for n in {*here, *there} if here.get(n) != there.get(n)}
         assert not wrong, f"bytes {what}, counted and by the model: {wrong}"
-    assert t.total.fetched == cost.bytes_read and t.total.stored == cost.bytes_written and t.total.atomic == 0
+    total = t.total.fetched, t.total.stored, t.total.atomic
+    assert total == (cost.bytes_read, cost.bytes_written, cost.bytes_atomic)
 
 
 def assert_times(t, name, expected, kind="load"):
@@ -114,3 +115,20 @@ def used_pages(case):
     for r, length in enumerate(case.seq_lens.tolist()):
         used[case.page_table[r, : -(-length // case.page_size)].long()] += 1
     return used[:, None, None, None]
+
+
+def order_keys(scores):
+    """uint32 keys in the order of the scores."""
+    bits = (scores.numpy() + np.float32(0)).view(np.uint32)
+    return np.where(bits >> 31, ~bits, bits | np.uint32(1 << 31)).astype(np.int64)
+
+
+def search_rounds(scores, need):
+    """Rounds of the radix search for the key that `need` of the scores reach."""
+    keys, threshold, reached, bit = order_keys(scores), 0, len(scores), 31
+    while bit >= 0 and reached != need:
+        count = int((keys >= threshold | (1 << bit)).sum())
+        if count >= need:
+            threshold, reached = threshold | (1 << bit), count
+        bit -= 1
+    return 31 - bit
