@@ -38,7 +38,7 @@ ARROWS = {
     "attention": {"checks", "dispatch", "library", "selection", "workspace"},
     "decode": {"certificate", "checks", "config", "dispatch", "library", "selection", "workspace"},
     "reuse": {"attention", "config", "decode", "ops", "selection", "workspace"},
-    "flash": {"checks", "config", "contents", "decode", "ops"},
+    "flash": {"checks", "config", "contents", "decode", "dispatch", "ops"},
     "pages": set(),
     "pool": {"checks", "quantisation"},
     "cache_decode": {"attention", "config", "decode", "workspace"},

@@ -11,7 +11,7 @@ from torch import Tensor
 from tsattn import checks, library
 from tsattn.dispatch import choose_impl
 from tsattn.selection import PageSelection
-from tsattn.workspace import DecodeWorkspace
+from tsattn.workspace import DecodeWorkspace, check_workspace
 
 
 def _attend(
@@ -32,6 +32,7 @@ def _attend(
     impl: str,
 ) -> tuple[Tensor, Tensor]:
     checks.attend(q, k_cache, v_cache, page_table, seq_lens, selection, out, softcap=softcap, sinks=sinks, window=window)
+    check_workspace(workspace)
     rows, heads_q, _ = q.shape
     scales = checks.scale_of("k_scale", k_scale, k_cache), checks.scale_of("v_scale", v_scale, v_cache)
     scale = checks.softmax_scale_of(softmax_scale, q.shape[2])

@@ -163,6 +163,7 @@ def scale_of(name: str, scale: float | Tensor | None, cache: Tensor) -> Tensor |
         raise ValueError(f"{name} belongs to an int8 or float8_e4m3fn cache, but the cache is {cache.dtype}")
     heads_kv = cache.shape[2]
     if isinstance(scale, Tensor):
+        _no_gradient({name: scale})
         if scale.dtype != torch.float32:
             raise TypeError(f"{name} must be a float or an fp32 tensor, got {scale.dtype}")
         if scale.dim() > 1 or (scale.dim() == 1 and scale.shape[0] not in (1, heads_kv)):

@@ -14,7 +14,7 @@ from tsattn.certificate import unread_mass_bound
 from tsattn.config import SparseConfig
 from tsattn.dispatch import choose_impl
 from tsattn.selection import PageSelection
-from tsattn.workspace import DecodeWorkspace, list_width
+from tsattn.workspace import DecodeWorkspace, check_workspace, list_width
 
 _RESULT_FIELDS = ("out", "lse", "selection", "bound")
 _RESULTS = {
@@ -61,10 +61,19 @@ def results_of(out: Tensor, lse: Tensor | None, selection: PageSelection | None,
     return _RESULTS[lse is not None, selection is not None, bound is not None](out, *extras)
 
 
-def _plan(config: SparseConfig, impl: str) -> str:
-    if impl != "triton" and config.plan not in ("auto", "separate"):
+def check_plan(config: SparseConfig, impl: str) -> None:
+    """Refuse a configuration that this implementation's :func:`sparse_decode` can't follow."""
+    if config.reselect_every > 1:
+        raise ValueError(f"config.reselect_every is {config.reselect_every}: a SelectionState remembers, sparse_decode doesn't")
+    if config.plan in ("auto", "separate"):
+        return
+    if impl != "triton":
         raise ValueError(f"config.plan {config.plan!r} fuses Triton's launches: impl={impl!r} has only 'auto' and 'separate'")
-    return config.plan
+    if config.group_reduce in ("softmax", "mix"):
+        raise ValueError(
+            f"config.plan {config.plan!r} can't have group_reduce={config.group_reduce!r}, which ranks by whole rows of "
+            "scores: 'separate' can"
+        )
 
 
 def sparse_decode(
@@ -136,16 +145,15 @@ def sparse_decode(
     (torch.Size([2, 8, 32]), [[8, 8], [6, 6]])
     """
     check_step(q, k_cache, v_cache, page_stats, page_table, seq_lens, config, out, softcap, sinks)
-    if config.reselect_every > 1:
-        raise ValueError(f"config.reselect_every is {config.reselect_every}: a SelectionState remembers, sparse_decode doesn't")
+    impl = choose_impl(impl, q.device)
+    check_plan(config, impl)
+    check_workspace(workspace)
     if return_bound and config.kind != "minmax":
         raise ValueError(f"return_bound needs min/max statistics (kind 'minmax'), config.kind is {config.kind!r}")
     if return_bound and softcap:
         raise ValueError(f"return_bound is a bound on uncapped logits, softcap is {softcap}")
     scales = checks.scale_of("k_scale", k_scale, k_cache), checks.scale_of("v_scale", v_scale, v_cache)
     scale = checks.softmax_scale_of(softmax_scale, q.shape[2])
-    impl = choose_impl(impl, q.device)
-    plan = _plan(config, impl)
     rows, heads_q, _ = q.shape
     lists = heads_q if config.group_reduce == "none" else k_cache.shape[2]
     num_cells = page_table.shape[1]
@@ -158,6 +166,7 @@ def sparse_decode(
     else:
         selection, lse = workspace.selection_of(rows, lists, kept), workspace.lse_of(rows, heads_q)
         scratch, counters = workspace.scratch, workspace.counters
+    asked = q.clone() if return_bound and out is not None else q  # out may be q
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     library.sparse_decode(
         q,
@@ -179,12 +188,12 @@ def sparse_decode(
         float(softcap),
         sinks,
         *scales,
-        plan,
+        config.plan,
         scratch,
         counters,
         impl,
     )
     bound = None
     if return_bound:
-        bound = unread_mass_bound(q, page_stats, page_table, seq_lens, selection, lse, config.page_size, scale)
+        bound = unread_mass_bound(asked, page_stats, page_table, seq_lens, selection, lse, config.page_size, scale)
     return results_of(out, lse if return_lse else None, selection if return_selection else None, bound)

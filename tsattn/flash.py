@@ -10,7 +10,8 @@ from torch import Tensor
 
 from tsattn import checks, contents
 from tsattn.config import SparseConfig, check_config
-from tsattn.decode import sparse_decode
+from tsattn.decode import check_plan, sparse_decode
+from tsattn.dispatch import choose_impl
 from tsattn.ops import append_kv, rebuild_page_stats
 
 # Arguments of flash_attn_with_kvcache that mean something which is not served, and the value that means nothing.
@@ -247,6 +248,7 @@ def sparse_attn_with_kvcache(
         lengths = (total[:, None] - behind).clamp_min(0).expand(batch, queries).reshape(-1)
         table = block_table.repeat_interleave(queries, dim=0)
     # All that can be wrong is refused here: nothing is appended by a call that fails.
+    check_plan(config, choose_impl(impl, q.device))
     checks.decode(k_pages, page_stats, page_size, config.kind, config.vectors)
     checks.attend(rows, k_pages, v_pages, table, lengths, None, None, softcap=softcap, sinks=None, window=None)
     checks.softmax_scale_of(softmax_scale, dim)

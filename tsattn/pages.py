@@ -129,6 +129,8 @@ class PageBook:
     def crop(self, seq: int, length: int) -> None:
         """Keep the first ``length`` tokens."""
         sequence = self.get(seq)
+        if isinstance(length, bool) or not isinstance(length, int):
+            raise TypeError(f"length must be an int, got {length!r}")
         if not 0 <= length <= sequence.length:
             raise ValueError(f"length must be in 0..{sequence.length}, got {length}")
         kept = -(-length // self.page_size)

@@ -112,6 +112,10 @@ class SelectionState:
             result, lse, selection, scores, is_scored = step.out, step.lse, step.selection, None, True
         else:
             check_step(q, k_cache, v_cache, page_stats, *paged, config, out, softcap, sinks)
+            if config.plan not in ("auto", "separate"):
+                raise ValueError(
+                    f"config.plan {config.plan!r} is one launch or two, a step that may reuse scores runs its stages apart"
+                )
             is_scored = self._scores is None or self._age >= config.reselect_every
             ranking = q, page_stats, *paged
             scores = self._score(*ranking, softmax_scale, impl) if is_scored else self._widened(q.shape[0], page_table.shape[1])

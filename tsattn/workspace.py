@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from tsattn.config import SparseConfig
+from tsattn.config import SparseConfig, check_config
 from tsattn.dispatch import choose_impl
 from tsattn.scratch import piece_bytes
 from tsattn.selection import PageSelection
@@ -20,6 +20,14 @@ def list_width(config: SparseConfig, num_cells: int) -> int:
     if config.min_seq_len > config.token_budget:
         kept = max(kept, -(-(config.min_seq_len - 1) // config.page_size))
     return min(kept, num_cells)
+
+
+def _sizes(**named: int) -> None:
+    for name, value in named.items():
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name} must be an int, got {value!r}")
+        if value < 0:
+            raise ValueError(f"{name} must be at least 0, got {value}")
 
 
 @dataclass(frozen=True)
@@ -80,6 +88,8 @@ class DecodeWorkspace:
         impl : str
             As in the ops. Only Triton's launches need ``scratch`` and ``counters``.
         """
+        check_config(config)
+        _sizes(num_rows=num_rows, max_pages=max_pages, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
         device = torch.device(device)
         lists = num_heads if config.group_reduce == "none" else num_kv_heads
         width = list_width(config, max_pages)
@@ -138,3 +148,9 @@ class DecodeWorkspace:
         if rows > shape[0] or lists != shape[1] or width > shape[2]:
             raise ValueError(f"workspace was made for lists [R, H, K] = {list(shape)}, this call needs {[rows, lists, width]}")
         return PageSelection(self.page_ids[:rows, :, :width], self.page_counts[:rows])
+
+
+def check_workspace(workspace: object) -> None:
+    """Refuse what is no :class:`DecodeWorkspace`."""
+    if workspace is not None and not isinstance(workspace, DecodeWorkspace):
+        raise TypeError(f"workspace must be a DecodeWorkspace, got {type(workspace).__name__}")

@@ -16,6 +16,9 @@ from tsattn.torch_path.blocks import cache_blocks, kv_heads, take, whole_rows
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 """What ``scaled_dot_product_attention`` runs on a CPU; asked directly, as only it returns the LSE."""
 
+_FLASH_TOKENS = 16
+"""Of fewer tokens it takes logits that are all NaN for none, and returns 0."""
+
 
 class Options(NamedTuple):
     """How logits are made, and what dequantises the cache."""
@@ -37,7 +40,7 @@ def _widened(codes: Tensor, scale: Tensor | None) -> Tensor:
 
 def _quick(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """:func:`_plain` where nothing is hidden; right as long as the LSE comes out finite."""
-    if q.dtype == torch.bfloat16 and q.device.type == "cpu":
+    if q.dtype == torch.bfloat16 and q.device.type == "cpu" and k.shape[1] >= _FLASH_TOKENS:
         out, lse = _flash(q[None], k[None], v[None], scale=scale)
         return out[0], lse[0]
     logits = torch.bmm(q.float(), k.float().transpose(1, 2)).mul_(scale)
@@ -60,7 +63,8 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, scale: float,
     weights = (logits - top).exp_()
     total = weights.sum(dim=-1, keepdim=True)
     out = torch.bmm(weights, v.float()) / torch.where(total == 0, 1.0, total)
-    return out, (top + total.log()).squeeze(-1)
+    lse = torch.where(top == math.inf, top, top + total.log())
+    return out, lse.squeeze(-1)
 
 
 def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
@@ -73,9 +77,9 @@ def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor
 def attention(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, options: Options) -> tuple[Tensor, Tensor]:
     """Attention of one row: q [HQ, D]; k, v [HL, T, D] as stored -> [HQ, D], [HQ].
 
-    bf16 goes to PyTorch's flash attention, which keeps its logits in fp32 and reads the keys as they are. In fp32 its bits
-    depend on the number of threads and in fp16 its LSE is rough; so these, masks inside the list, soft caps and logits that are
-    not finite go the plain way.
+    bf16 goes to PyTorch's flash attention, which keeps its logits in fp32 and reads the keys as they are. In fp16 its LSE is
+    rough and in fp32 it is no faster; so these, masks inside the list, soft caps and logits that are not finite go the plain
+    way.
     """
     scale, softcap, sinks, k_scale, v_scale = options
     if k.dtype != q.dtype:  # quantised
@@ -190,7 +194,9 @@ def attend_pages(
             out[r], lse[r] = attend_to_all(q[r], k_cache, v_cache, physical, length, first, options)
         else:
             # The last page of a row is its only partial one; where every list ends with it, cut the tail instead of masking.
-            ends_last = counts is None and bool((pages[:, -1] == num_pages - 1).all())
+            # A list that names it twice has a copy whose tail needs the mask.
+            ends_last = counts is None and bool(((pages == num_pages - 1).sum(dim=1) == 1).all())
+            ends_last = ends_last and bool((pages[:, -1] == num_pages - 1).all())
             read = pages.shape[1] * page_size - (num_pages * page_size - length if ends_last else 0)
             hidden = None if ends_last and first == 0 else _hidden_tokens(pages, counts, page_size, read, length, first)
             physical = page_table[r].long()[pages]

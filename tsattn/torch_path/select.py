@@ -50,7 +50,7 @@ def select_row(scores: Tensor, kept: int, *, sink_pages: int, recent_pages: int)
         return torch.arange(num_pages, device=scores.device).expand(heads, -1)
     sinks, recent = _forced(num_pages, kept, sink_pages, recent_pages)
     best = kept - len(sinks) - len(recent)
-    ends = torch.tensor([*sinks, *recent], device=scores.device).expand(heads, -1)
+    ends = torch.tensor([*sinks, *recent], dtype=torch.int64, device=scores.device).expand(heads, -1)
     if best == 0:
         return ends
     chosen = _best(scores[:, sinks.stop : recent.start], best) + sinks.stop
