@@ -131,7 +131,7 @@ def test_every_plan_has_a_cost():
 )
 def test_a_step_moves_the_floor_and_what_the_model_says(case, plan):
     options, config = case
-    case = traffic_case((100, 0, 1, 200, 333), **options)
+    case = traffic_case((100, 0, 1, 270), **options)
     config = tsattn.SparseConfig(
         **{"token_budget": 96, "page_size": case.page_size, "kind": case.kind, "plan": plan, **config},
         parts=options.get("parts", 2),
@@ -167,8 +167,8 @@ def many_splits():
 @pytest.mark.parametrize("plan", EVERY_PLAN)
 @pytest.mark.parametrize("group", [4, 20])
 def test_splits_sinks_and_softcap(plan, group):
-    case = traffic_case((100, 0, 333), dim=16, heads_kv=1, group=group, dtype=BF16)
-    config = tsattn.SparseConfig(token_budget=200, plan=plan)
+    case = traffic_case((100, 0, 170), dim=16, heads_kv=1, group=group, dtype=BF16)
+    config = tsattn.SparseConfig(token_budget=112, plan=plan)
     with many_splits(), space.forced("score", space.Config({"BLOCK_P": 4})):
         t, result = decode(case, config, sinks=torch.zeros(group), softcap=20.0)
         assert_as_the_model_says(t, case, config, sink_size=4)
@@ -193,13 +193,13 @@ def test_short_rows_kept_whole(plan):
 @pytest.mark.parametrize("kind", [{"kind": "means"}, {"kind": "minmax", "box_scale": 0.5}, {"kind": "meanvar"}])
 def test_rows_longer_than_the_selection_holds(plan, kind):
     """What lies past its first tile of scores is read once more for every bit of the threshold that the search needs."""
-    case = traffic_case((1000,), dim=16, heads_kv=1, kind=kind["kind"])
+    case = traffic_case((700,), dim=16, heads_kv=1, kind=kind["kind"])
     config = tsattn.SparseConfig(token_budget=192, plan=plan, **kind)
     options = {"page_size": 16, "kind": case.kind, "box_scale": config.box_scale, "impl": "triton"}
     scores = tsattn.score_pages(case.q, case.page_stats, case.page_table, case.seq_lens, **options)
     with space.forced("score", space.Config({"BLOCK_P": 4})), space.forced("fused", space.Config({"BLOCK_N": 32})):
         t, result = decode(case, config)
-        rounds = search_rounds(scores[0, 0, config.sink_pages : 63 - config.recent_pages], 12 - 1 - config.recent_pages)
+        rounds = search_rounds(scores[0, 0, config.sink_pages : 44 - config.recent_pages], 12 - 1 - config.recent_pages)
         assert rounds > 0
         assert_as_the_model_says(t, case, config, rounds=rounds)
     check_floor(t, case, result)
