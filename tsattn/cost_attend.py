@@ -94,12 +94,10 @@ def attend_splits(layer: Layer, over: Walk, heads: int, tiles: Tiles, sink_size:
 
 
 def merge_splits(layer: Layer, splits: int, heads: int, sink_size: int) -> Cost:
-    """Joining the splits of one list: their LSEs are read twice, for the largest and with the results."""
+    """Joining the splits of one list."""
     if splits == 1:
         return Cost()
-    partial = _partial(layer, heads, splits)
-    again = {"part_lse": partial["part_lse"], "sinks": heads * sink_size}
-    return Cost(partial, _result(layer, heads)) + Cost(again)
+    return Cost({**_partial(layer, heads, splits), "sinks": heads * sink_size}, _result(layer, heads))
 
 
 def _result(layer: Layer, heads: int) -> dict[str, int]:
