@@ -133,9 +133,9 @@ class _Step:
     growing: Growing
     counters: torch.Tensor | None
 
-    def select_shape(self) -> SelectShape:
-        """Tiles of a selection inside a fused kernel; query coefficients in two parts leave room for half as many scores."""
-        block = pick("fused")["BLOCK_N"] // (2 if self.score[1].SPLIT else 1)
+    def select_shape(self, roomy: bool = False) -> SelectShape:
+        """Tiles of a fused selection: half as many scores beside query coefficients in two parts if not `roomy`."""
+        block = pick("fused")["BLOCK_N"] // (2 if self.score[1].SPLIT and not roomy else 1)
         return self.select.shape(block, ".cg")
 
 
@@ -148,7 +148,7 @@ def _two(step: _Step) -> None:
         step.counters,
         *step.growing,
         constants(score_shape),
-        step.select_shape(),
+        step.select_shape(roomy=score_config.num_warps > 4),
         num_warps=score_config.num_warps,
         num_stages=score_config.num_stages,
     )
