@@ -75,7 +75,8 @@ def parse() -> argparse.Namespace:
 
 
 def tensors(workload: Workload) -> dict[str, torch.Tensor]:
-    """One row and one KV head of a workload, on shuffled pages; which keys there are doesn't matter to the bytes."""
+    """One row and one KV head of a workload, on shuffled pages, the same for all plans; keys don't matter to the bytes."""
+    torch.manual_seed(0)
     layer, pages = workload.one_head, workload.layer.pages(workload.context)
     pools = [torch.zeros(pages, 1, layer.page_size, layer.head_dim, dtype=torch.bfloat16) for _ in range(2)]
     return {
@@ -196,7 +197,6 @@ def table(rows: list[dict[str, Any]]) -> str:
 def main() -> None:
     """Count every workload, write a line each, print the table."""
     args = parse()
-    torch.manual_seed(0)
     unique = {replace(w, batch=1).name: replace(w, batch=1) for w in find(args.workloads)}
     args.out.parent.mkdir(parents=True, exist_ok=True)
     rows = []
