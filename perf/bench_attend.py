@@ -10,7 +10,7 @@ import torch
 import tsattn
 from perf import floors
 from perf.common import Bench, Case, Skipped, Step, Way, config_of, gpu_tiles, judge_attention
-from tsattn import cost, cost_kernels
+from tsattn import cost, cost_attend
 
 
 def ways(case: Case) -> list[Way | Skipped]:
@@ -31,7 +31,7 @@ def ways(case: Case) -> list[Way | Skipped]:
     moved = None
     if case.impl == "triton":
         kept = cost.kept_pages(layer, workload.context, workload.budget)
-        one = cost_kernels.attend_list(layer, workload.context, range(pages - kept, pages), kept, gpu_tiles(workload))
+        one = cost_attend.attend_list(layer, workload.context, range(pages - kept, pages), kept, gpu_tiles(workload))
         moved = one * (layer.lists * workload.batch)
 
     def check() -> str:

@@ -11,7 +11,7 @@ import tsattn
 from perf import floors
 from perf.baselines import OTHERS, PYTORCH, dense_layers, dense_ways
 from perf.common import Bench, Case, Skipped, Step, Way, config_of, gpu_tiles, judge_attention
-from tsattn import cost_kernels
+from tsattn import cost_attend, cost_plans
 
 PLANS = ("separate", "two", "ticket", "row")
 
@@ -44,11 +44,11 @@ def sparse_way(case: Case, plan: str) -> Way:
         )
         return judge_attention(case, result.out, result.lse, result.selection)
 
-    model_of_plan = cost_kernels.PLANS.get("separate" if plan == "auto" else plan)
     moved = None
-    if case.impl == "triton" and model_of_plan is not None:
+    if case.impl == "triton":
         cells = workload.layer.pages(workload.context)
-        moved = model_of_plan(workload.layer, [workload.context], cells, workload.budget, gpu_tiles(workload)) * workload.batch
+        one = cost_plans.decode(plan, workload.layer, [workload.context], cells, workload.budget, gpu_tiles(workload))
+        moved = one * workload.batch
     steps = tuple(make(layer) for layer in range(case.layers))
     return Way(f"sparse {plan}", steps, floors.sparse(workload), judge, moved, plan)
 
@@ -70,7 +70,7 @@ def dense_way(case: Case) -> Way:
     moved = None
     if case.impl == "triton":
         cells = workload.layer.pages(workload.context)
-        moved = cost_kernels.dense(workload.layer, [workload.context], cells, gpu_tiles(workload)) * workload.batch
+        moved = cost_attend.dense(workload.layer, [workload.context], cells, gpu_tiles(workload)) * workload.batch
     return Way("dense tsattn", steps, floors.dense(workload), judge, moved)
 
 

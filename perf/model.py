@@ -31,7 +31,7 @@ from tqdm import tqdm
 
 from perf import floors
 from perf.workloads import BATCHES, CONTEXTS, MODELS, SWEEPS, Workload
-from tsattn import cost, cost_kernels
+from tsattn import cost, cost_attend, cost_kernels
 from tsattn.cost import Cost, Layer, cdiv
 from tsattn.cost_kernels import Tiles
 
@@ -77,14 +77,14 @@ def costs(layer: Layer, context: int, budget: int) -> dict[str, Cost]:
     return {
         "score": cost_kernels.score(layer, [context], cells, tiles),
         "select": cost_kernels.select(layer, [context], cells, width, tiles, recent_pages=4),
-        "attend": cost_kernels.attend_list(layer, context, some, width, tiles) * layer.lists,
+        "attend": cost_attend.attend_list(layer, context, some, width, tiles) * layer.lists,
     }
 
 
 @functools.cache
 def dense_cost(layer: Layer, context: int) -> Cost:
     """What our dense kernel moves for one row."""
-    return cost_kernels.dense(layer, [context], layer.pages(context))
+    return cost_attend.dense(layer, [context], layer.pages(context))
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class Step:
     def attend(self) -> float:
         """The traffic of attention and merge."""
         kept = cost.kept_tokens(self.workload.layer, self.workload.context, self.workload.budget)
-        return self.moving(self.bytes_of("attend"), self.lists * cost_kernels.num_splits(kept, Tiles()))
+        return self.moving(self.bytes_of("attend"), self.lists * cost_attend.num_splits(kept, Tiles()))
 
     def select(self) -> float:
         """Selection of all rows."""
@@ -160,7 +160,7 @@ class Step:
         """Dense decoding in one launch."""
         layer, context = self.workload.layer, self.workload.context
         size = self.workload.batch * dense_cost(layer, context).bytes
-        programs = self.workload.batch * layer.heads_kv * cost_kernels.num_splits(context, Tiles())
+        programs = self.workload.batch * layer.heads_kv * cost_attend.num_splits(context, Tiles())
         return self.start + self.machine.handoff + self.moving(size, programs)
 
 
