@@ -100,7 +100,7 @@ def num_layers(heads_kv: int, dim: int, size: int, length: int, budget: int) -> 
 
 
 def measure(
-    heads: str, dtype: torch.dtype, length: int, budgets: list[int], kinds: list[str], seconds: float, shuffled: bool
+    heads: str, dtype: torch.dtype, length: int, budgets: list[int], kinds: list[str], seconds: float, shuffled: bool = False
 ) -> Iterator[dict]:
     """Rows of one shape: every kind and budget, with the dense ways timed in the same turns."""
     heads_q, heads_kv, dim = HEADS[heads]
