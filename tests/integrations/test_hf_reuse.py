@@ -88,3 +88,16 @@ def test_layers_that_are_no_full_layers_are_refused():
     model = build("gemma3")
     with pytest.raises(ValueError, match="shared_layers names"):
         hf.make_cache(model.config, SparseConfig(shared_layers=((0, 1),)))
+
+
+def test_a_crop_by_a_tensor_is_a_crop():
+    """Transformers before 5.18 counts what an assistant's tokens were worth in tensors."""
+    model = build("llama")
+    config = SparseConfig(**SMALL)
+    ids, mask = prompts([40])
+    cache = hf.make_cache(model.config, config)
+    with hf.sparse(model, config), torch.no_grad():
+        model(input_ids=ids, attention_mask=mask, **{CACHE: cache})
+    cache.crop(torch.tensor(30))
+    assert cache.get_seq_length() == 30
+    assert cache.paged_layers[0].pool.length(cache.paged_layers[0].seqs[0]) == 30

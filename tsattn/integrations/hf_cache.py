@@ -112,6 +112,7 @@ class PagedLayer(DynamicLayer):  # type: ignore[misc]
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest ``-tokens_to_remove`` columns; a positive number is the length to keep."""
+        tokens_to_remove = int(tokens_to_remove)  # Transformers before 5.18 gives a tensor
         if tokens_to_remove > 0:
             tokens_to_remove = min(tokens_to_remove - self._length, 0)
         if tokens_to_remove == 0 or self.pool is None:
