@@ -34,7 +34,7 @@ def history(cache, table, row):
     return cache[row] if table is None else cache[table[row].long()].flatten(0, 1)
 
 
-def judge(out, lse, q, k_cache, v_cache, table, totals, causal=True, scale=None):
+def assert_right(out, lse, q, k_cache, v_cache, table, totals, causal=True, scale=None):
     queries = q.shape[1]
     for r, i, h in ((r, i, h) for r in range(BATCH) for i in range(queries) for h in range(HEADS_Q)):
         visible = max(0, int(totals[r]) - (queries - 1 - i if causal else 0))
@@ -56,7 +56,7 @@ def test_a_covering_budget_is_attention(impl, block_table, queries, new, causal)
     )
     assert out.shape == q.shape
     assert lse.shape == (BATCH, HEADS_Q, queries)
-    judge(out, lse, q, k_cache, v_cache, table, lens + new, causal)
+    assert_right(out, lse, q, k_cache, v_cache, table, lens + new, causal)
     for cache, copy, tokens in ((k_cache, before[0], k), (v_cache, before[1], v)):
         for r in range(BATCH):
             row = history(cache, table, r)
@@ -145,7 +145,7 @@ def test_one_length_for_all_and_strided_output():
 def test_scale_and_quantised_cache():
     q, k_cache, v_cache, k, v, table, lens = make(new=1)
     out = sparse_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=lens, block_table=table, softmax_scale=0.1)
-    judge(out, None, q, k_cache, v_cache, table, lens, scale=0.1)
+    assert_right(out, None, q, k_cache, v_cache, table, lens, scale=0.1)
     scales = {"k_scale": torch.tensor([0.04, 0.03]), "v_scale": 0.05}
     codes = [
         tsattn.quantisation.quantise(c, torch.as_tensor(s).expand(2), torch.int8)
@@ -153,7 +153,7 @@ def test_scale_and_quantised_cache():
     ]
     out = sparse_attn_with_kvcache(q, *codes, k, v, cache_seqlens=lens, block_table=table, **scales)
     values = [c.float() * torch.as_tensor(s).expand(2)[:, None] for c, s in zip(codes, scales.values(), strict=True)]
-    judge(out, None, q, *values, table, lens + 1)
+    assert_right(out, None, q, *values, table, lens + 1)
 
 
 @pytest.mark.parametrize("batch", [0, 1])
@@ -175,7 +175,7 @@ def test_small_and_empty_shapes(batch, queries, block_table):
 def test_more_queries_than_tokens():
     q, k_cache, v_cache, _, _, table, _ = make(queries=4)
     out, lse = sparse_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=2, block_table=table, return_softmax_lse=True)
-    judge(out, lse, q, k_cache, v_cache, table, [2, 2, 2])
+    assert_right(out, lse, q, k_cache, v_cache, table, [2, 2, 2])
     assert not bool(out[:, :2].any())
     assert bool((lse[..., :2] == -math.inf).all())
 

@@ -126,7 +126,9 @@ def test_small_tiles():
 
 
 def test_a_tile_that_reaches_into_the_next_page():
-    append(CASES[5], [3, 12, 13, 25, 5])
+    slots = [3, 12, 13, 25, 5]
+    t = append(CASES[5], slots)
+    assert_times(t, "k_cache", fills(slots, CASES[5][5], t.times("k_cache").shape[0]))
 
 
 def test_one_step_of_decoding():
@@ -139,8 +141,10 @@ def test_one_step_of_decoding():
         assert t[name].stored == floor.written[name]
 
 
-def test_variances():
-    append(("meanvar", 2, BF16, BF16, 64, 16, "HND"), SLOTS)
+def test_variances_read_the_filled_slots_and_no_others():
+    t = append(("meanvar", 2, BF16, BF16, 64, 16, "HND"), SLOTS)
+    read = (t.times("k_cache") > 0).long()
+    assert torch.equal(read, fills(SLOTS, 16, read.shape[0]).expand_as(read))
 
 
 @pytest.mark.xfail(strict=True, reason="the variance is computed in a second pass over the page's keys")

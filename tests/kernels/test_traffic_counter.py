@@ -90,7 +90,7 @@ def test_atomics():
     assert counter.tolist() == [4, 4, 4] and flag.item() == 1
 
 
-def refused(match, *args, names=None, **options):
+def assert_refused(match, *args, names=None, **options):
     """A copy that must raise, and must not write."""
     target, source = args
     before = target.clone()
@@ -105,7 +105,7 @@ def test_a_read_outside_names_kernel_line_and_tensor():
         match = (
             rf"_copy_kernel, program \(0, 0, 0\), test_traffic_counter.py:\d+: load of 4 bytes {words} an element of 'source'"
         )
-        refused(match, torch.zeros(8), pool[16:24], shift=shift)
+        assert_refused(match, torch.zeros(8), pool[16:24], shift=shift)
 
 
 def test_a_write_outside():
@@ -117,14 +117,14 @@ def test_a_write_outside():
 
 def test_no_storage_is_near():
     source = torch.zeros(8)
-    refused("load of 4 bytes", torch.zeros(8), source, shift=2**34)
+    assert_refused("load of 4 bytes", torch.zeros(8), source, shift=2**34)
 
 
 @pytest.mark.parametrize("stride", [1, 2, 3, 6])
 def test_a_gap_of_a_strided_view_is_outside(stride):
     """Only elements may be touched: here columns 0 of a [8, 4] tensor, 4 elements apart."""
     view = torch.zeros(8, 4)[:, 0]
-    refused("load of 4 bytes .* bytes (before|behind) an element of 'source'", torch.zeros(4), view, stride=stride)
+    assert_refused("load of 4 bytes .* bytes (before|behind) an element of 'source'", torch.zeros(4), view, stride=stride)
     with Traffic(source=view, target=(target := torch.zeros(8))) as t:
         copy(target, view, stride=4)
     assert t["source"] == Count(loaded=32, fetched=32, unique_read=32, sectors=4, loads=1)
