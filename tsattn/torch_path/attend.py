@@ -38,12 +38,20 @@ def _widened(codes: Tensor, scale: Tensor | None) -> Tensor:
     return values.mul_(scale[kv_heads(codes.shape[0], scale.shape[0], scale.device)][:, None, None])
 
 
+def _logits(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    """Scaled q [HL, GL, D] times k [HL, T, D], in fp32 [HL, GL, T].
+
+    A product of many rows with few columns runs at the speed of memory; the transposed one takes twice the time.
+    """
+    return torch.bmm(k.float(), q.float().transpose(1, 2)).transpose(1, 2).contiguous().mul_(scale)
+
+
 def _quick(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """:func:`_plain` where nothing is hidden; right as long as the LSE comes out finite."""
     if q.dtype == torch.bfloat16 and q.device.type == "cpu" and k.shape[1] >= _FLASH_TOKENS:
         out, lse = _flash(q[None], k[None], v[None], scale=scale)
         return out[0], lse[0]
-    logits = torch.bmm(q.float(), k.float().transpose(1, 2)).mul_(scale)
+    logits = _logits(q, k, scale)
     top = logits.amax(dim=-1, keepdim=True)
     weights = logits.sub_(top).exp_()
     total = weights.sum(dim=-1, keepdim=True)
@@ -52,7 +60,7 @@ def _quick(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tenso
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, scale: float, softcap: float) -> tuple[Tensor, Tensor]:
     """Softmax attention in fp32: q [HL, GL, D], k and v [HL, T, D], hidden [HL, 1, T] -> out [HL, GL, D], lse [HL, GL]."""
-    logits = torch.bmm(q.float(), k.float().transpose(1, 2)).mul_(scale)
+    logits = _logits(q, k, scale)
     if softcap > 0:
         logits = softcap * torch.tanh(logits / softcap)
     if hidden is not None:

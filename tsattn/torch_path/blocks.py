@@ -12,7 +12,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-STATS_AT_ONCE = 1 << 19
+from tsattn.torch_path.buffers import buffer
+
+STATS_AT_ONCE = 1 << 20
 """Elements of statistics that are in hand at one time: few enough to stay in the processor's cache."""
 ALIGNMENT = 64
 """Bytes. Matrix products may add in another order where their operands start elsewhere."""
@@ -75,7 +77,10 @@ def _rows(store: Tensor) -> tuple[Tensor, int, int] | None:
 
 
 def take(pools: tuple[Tensor, ...], physical: Tensor) -> list[Tensor]:
-    """Copies of pages ``physical`` [HL, k] (int64) of the KV head of each list, [HL, k, inner, D] from each pool of blocks."""
+    """Copies of pages ``physical`` [HL, k] (int64) of the KV head of each list, [HL, k, inner, D] from each pool of blocks.
+
+    They are void at the next call.
+    """
     lists, kept = physical.shape
     heads = kv_heads(lists, pools[0].shape[0], physical.device)
     taken: list[Tensor] = []
@@ -92,7 +97,8 @@ def take(pools: tuple[Tensor, ...], physical: Tensor) -> list[Tensor]:
                 flat = physical if by_page == 1 else physical * by_page
                 flat = flat if lists == 1 else flat + (heads * by_head)[:, None]
                 index = by_head, by_page, flat.reshape(-1)
-            part = rows.index_select(0, index[2])
+            part = buffer(f"taken {len(taken)}", (lists * kept, rows.shape[1]), rows.dtype, rows.device)
+            torch.index_select(rows, 0, index[2], out=part)
         taken.append(part.view(blocks.dtype).view(lists, kept, *blocks.shape[2:]))
     return taken
 
@@ -108,16 +114,21 @@ def whole_rows(pools: tuple[Tensor, ...], physical: Tensor) -> list[Tensor]:
 
 
 def pieces(blocks: Tensor, physical: Tensor) -> Iterator[Tensor]:
-    """Pages ``physical`` [P] (int64) of all heads in fp32, [HKV, n, inner, D], some at a time.
+    """Pages ``physical`` [P] (int64) of all heads in fp32, [HKV, n, inner, D], some at a time: each is void at the next.
 
     The pieces are cut alike wherever the pages lie, so results don't depend on it.
     """
     start = run_of(blocks, physical)
     heads_kv, _, inner, dim = blocks.shape
+    num_pages = physical.numel()
     at_once = max(1, STATS_AT_ONCE // (heads_kv * inner * dim))
-    for first in range(0, physical.numel(), at_once):
+    for first in range(0, num_pages, at_once):
+        end = min(first + at_once, num_pages)
         if start is None:
-            some = physical[first : first + at_once]
-            yield take((blocks,), some.expand(heads_kv, -1))[0].float()
+            part = take((blocks,), physical[first:end].expand(heads_kv, -1))[0]
         else:
-            yield blocks[:, start + first : start + min(first + at_once, physical.numel())].float()
+            part = blocks[:, start + first : start + end]
+        if part.dtype == torch.float32:
+            yield part
+        else:
+            yield buffer("widened", part.shape, torch.float32, part.device).copy_(part)

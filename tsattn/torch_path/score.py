@@ -7,27 +7,31 @@ import math
 
 import torch
 from torch import Tensor
+from torch.nn.functional import max_pool1d
 
 from tsattn.summaries import SUMMARIES, parts_of_full_page, sub_page_slots
 from tsattn.torch_path.blocks import pieces, stats_blocks
 
 
 def _products(coefficients: Tensor, blocks: Tensor, physical: Tensor, summed: bool) -> list[Tensor]:
-    """Coefficients [HKV, G, M, D] times the pages' M vectors: [HKV, G, P] each, M of them or their sum."""
-    if summed:
-        flat = coefficients.flatten(2)
-        return [torch.cat([torch.bmm(flat, part.flatten(2).transpose(1, 2)) for part in pieces(blocks, physical)], dim=-1)]
-    vectors = range(coefficients.shape[2])
-    parts = [
-        [torch.bmm(coefficients[:, :, j], part[:, :, j].transpose(1, 2)) for j in vectors] for part in pieces(blocks, physical)
-    ]
-    return [torch.cat(some, dim=-1) for some in zip(*parts, strict=True)]
+    """Coefficients [HKV, G, M, D] times the pages' M vectors: [HKV, P, G] each, M of them or their sum.
+
+    A product of many rows with few columns runs at the speed of memory; the transposed one takes twice the time.
+    """
+    wanted = [coefficients.flatten(2)] if summed else coefficients.unbind(2)
+    columns = [c.transpose(1, 2) for c in wanted]
+    found: list[list[Tensor]] = [[] for _ in columns]
+    for part in pieces(blocks, physical):
+        vectors = [part.flatten(2)] if summed else part.unbind(2)
+        for some, vector, column in zip(found, vectors, columns, strict=True):
+            some.append(torch.bmm(vector, column))
+    return [some[0] if len(some) == 1 else torch.cat(some, dim=1) for some in found]
 
 
 def _head_scores(
     q: Tensor, blocks: Tensor, physical: Tensor, length: int, page_size: int, kind: str, box_scale: float | Tensor, scale: float
 ) -> Tensor:
-    """Scores of one row per query head, [HKV, G, P]; q [HKV, G, D] fp32."""
+    """Scores of one row per query head, [HKV, P, G]; q [HKV, G, D] fp32."""
     summary = SUMMARIES[kind]
     m = blocks.shape[2]
     if isinstance(box_scale, Tensor):
@@ -35,15 +39,13 @@ def _head_scores(
     products = _products(summary.coefficients(q, m, scale, box_scale), blocks, physical, summary.combine == "sum")
     for product in products:
         product.mul_(scale)
-    if summary.combine == "logsumexp":
-        num_pages, width = physical.numel(), sub_page_slots(page_size, m)
-        for j in range(1, m):
-            held = -(-(length - j * width) // page_size) if j * width < page_size else 0  # pages whose part j has a token
-            products[j][..., max(0, min(num_pages, held)) :] = -math.inf
-    scores = functools.reduce(torch.logaddexp, products)
-    if summary.combine == "logsumexp" and m > 1:
-        scores -= math.log(parts_of_full_page(page_size, m))
-    return scores.nan_to_num_(nan=math.inf, posinf=math.inf, neginf=-math.inf)
+    if len(products) == 1:
+        return _bounded(products[0])
+    num_pages, width = physical.numel(), sub_page_slots(page_size, m)
+    for j in range(1, m):
+        held = -(-(length - j * width) // page_size) if j * width < page_size else 0  # pages whose part j has a token
+        products[j][:, max(0, min(num_pages, held)) :] = -math.inf
+    return _bounded(functools.reduce(torch.logaddexp, products).sub_(math.log(parts_of_full_page(page_size, m))))
 
 
 def _page_softmax(scores: Tensor) -> Tensor:
@@ -63,15 +65,23 @@ def _ranks(scores: Tensor) -> Tensor:
     return torch.empty_like(order).scatter_(-1, order, places)
 
 
+def _bounded(scores: Tensor) -> Tensor:
+    """NaN counts as +inf: an unbounded page."""
+    return scores.nan_to_num_(nan=math.inf, posinf=math.inf, neginf=-math.inf)
+
+
 def _reduce_group(scores: Tensor, group_reduce: str) -> Tensor:
-    """Join the scores of the G query heads of a KV head, [HKV, G, P] -> [HKV, P] ("none": [HKV * G, P])."""
+    """Join the scores of the G query heads of a KV head, [HKV, P, G] -> [HKV, P] ("none": [HKV * G, P]); none is NaN."""
+    heads_kv, _, group = scores.shape
+    if group == 1 and group_reduce in ("max", "sum", "none"):
+        return scores[..., 0]
+    if group_reduce == "max":  # pooling is several times faster than amax over a short last dimension
+        return max_pool1d(scores.view(1, heads_kv, -1), group)[0]
+    scores = scores.transpose(1, 2).contiguous()
     if group_reduce == "none":
         return scores.flatten(0, 1)
-    if group_reduce == "max":
-        return scores.amax(dim=1)
     if group_reduce == "sum":
-        # nan: +inf and -inf met; the page is unbounded for one head.
-        return scores.sum(dim=1).nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf)
+        return _bounded(scores.sum(dim=1))  # nan: +inf and -inf met; the page is unbounded for one head
     shares = _page_softmax(scores).sum(dim=1)
     if group_reduce == "softmax":
         return shares
