@@ -11,13 +11,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tsattn.torch_path.blocks import cache_blocks, kv_heads, take, whole_rows
+from tsattn.torch_path.blocks import RowPages, cache_blocks, kv_heads, row_pages, take, tokens_of_row
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 """What ``scaled_dot_product_attention`` runs on a CPU; asked directly, as only it returns the LSE."""
 
 _FLASH_TOKENS = 16
 """Of fewer tokens it takes logits that are all NaN for none, and returns 0."""
+
+
+_SPLIT_TOKENS = 4096
+"""It works on one KV head with one thread: from here on the tokens are split, and it takes the splits for sequences."""
+
+_SPLITS = 4
 
 
 class Options(NamedTuple):
@@ -46,9 +52,25 @@ def _logits(q: Tensor, k: Tensor, scale: float) -> Tensor:
     return torch.bmm(k.float(), q.float().transpose(1, 2)).transpose(1, 2).contiguous().mul_(scale)
 
 
+def _flash_in_splits(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Flash attention of one KV head: q [GL, D], k and v [T, D] -> [GL, D], [GL]."""
+    each = k.shape[0] // _SPLITS
+    shape = _SPLITS, 1, each, k.shape[1]
+    ends = _SPLITS * each
+    states = [_flash(q.expand(_SPLITS, 1, -1, -1), k[:ends].view(shape), v[:ends].view(shape), scale=scale)]
+    if ends < k.shape[0]:
+        states.append(_flash(q[None, None], k[None, None, ends:], v[None, None, ends:], scale=scale))
+    outs, lses = (torch.cat(parts)[:, 0].float() for parts in zip(*states, strict=True))
+    lse = lses.logsumexp(dim=0)
+    return (outs * (lses - lse).exp_()[..., None]).sum(dim=0).to(q.dtype), lse
+
+
 def _quick(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """:func:`_plain` where nothing is hidden; right as long as the LSE comes out finite."""
     if q.dtype == torch.bfloat16 and q.device.type == "cpu" and k.shape[1] >= _FLASH_TOKENS:
+        if k.shape[0] == 1 and k.shape[1] >= _SPLIT_TOKENS:
+            out, lse = _flash_in_splits(q[0], k[0], v[0], scale)
+            return out[None], lse[None]
         out, lse = _flash(q[None], k[None], v[None], scale=scale)
         return out[0], lse[0]
     logits = _logits(q, k, scale)
@@ -96,7 +118,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, options: O
     simple = hidden is None and softcap == 0
     if simple:
         out, lse = _quick(query, k, v, scale)
-    if not (simple and bool(lse.isfinite().all())):
+    if not (simple and math.isfinite(float(lse.sum()))):
         out, lse = _plain(query, k, v, hidden, scale, softcap)
     if sinks is not None:
         out, lse = _with_sinks(out.float(), lse, sinks.float().view(k.shape[0], -1))
@@ -140,17 +162,13 @@ def _row_lists(
 
 
 def attend_to_all(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, physical: Tensor, length: int, first: int, options: Options
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, row: RowPages, first: int, length: int, options: Options
 ) -> tuple[Tensor, Tensor]:
-    """Attention of one row to the tokens [first, length); ``physical`` [P] are its pages from that of ``first`` on.
+    """Attention of one row to its tokens [first, length).
 
     Lists of all pages come here whatever heads they were made for, so they give the bits of dense attention.
     """
-    page_size = k_cache.shape[1]
-    keys, values = whole_rows((cache_blocks(k_cache), cache_blocks(v_cache)), physical)
-    begin = first // page_size * page_size
-    if first > begin or length - begin < keys.shape[1]:
-        keys, values = keys[:, first - begin : length - begin], values[:, first - begin : length - begin]
+    keys, values = tokens_of_row((cache_blocks(k_cache), cache_blocks(v_cache)), row, first, length)
     return attention(q, keys, values, None, options)
 
 
@@ -164,7 +182,7 @@ def attend_to_lists(
     options: Options,
 ) -> tuple[Tensor, Tensor]:
     """Attention of one row to the first ``read`` tokens of every list; ``physical`` [HL, k]."""
-    keys, values = (part.flatten(1, 2)[:, :read] for part in take((cache_blocks(k_cache), cache_blocks(v_cache)), physical))
+    keys, values = (part[:, :read] for part in take((cache_blocks(k_cache), cache_blocks(v_cache)), physical))
     return attention(q, keys, values, hidden, options)
 
 
@@ -198,8 +216,9 @@ def attend_pages(
             out[r] = 0.0
             lse[r] = -math.inf
         elif pages is None:
-            physical = page_table[r, first // page_size : num_pages].long()
-            out[r], lse[r] = attend_to_all(q[r], k_cache, v_cache, physical, length, first, options)
+            row = row_pages(page_table[r, first // page_size : num_pages])
+            gone = first // page_size * page_size
+            out[r], lse[r] = attend_to_all(q[r], k_cache, v_cache, row, first - gone, length - gone, options)
         else:
             # The last page of a row is its only partial one; where every list ends with it, cut the tail instead of masking.
             # A list that names it twice has a copy whose tail needs the mask.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,22 +36,33 @@ def stats_blocks(page_stats: Tensor) -> Tensor:
     return page_stats.transpose(0, 1)
 
 
-def run_start(physical: Tensor) -> int | None:
-    """p if ``physical`` [P] is p, p+1, p+2, ...: then a slice serves, with no copy."""
-    count = physical.numel()
-    if count == 0:
-        return None
-    first = int(physical[0])
-    if int(physical[-1]) - first != count - 1:
-        return None
-    return first if torch.equal(physical, torch.arange(first, first + count, dtype=physical.dtype)) else None
+class RowPages(NamedTuple):
+    """Where the pages of one row lie: page i of the row is ``cells[i]``, and ``start + i`` unless ``start`` is None."""
+
+    cells: Tensor
+    start: int | None
+
+    def physical(self, pages: Tensor) -> Tensor:
+        """Pages of the pools, int64, for pages of the row, int64."""
+        return self.cells.long()[pages] if self.start is None else pages + self.start
 
 
-def _aligned(blocks: Tensor) -> bool:
+def row_pages(cells: Tensor) -> RowPages:
+    """Cells [P] of a page table, and whether they are p, p+1, p+2, ...: then a slice serves, with no copy."""
+    count = cells.shape[0]
+    if count == 0 or cells.device.type != "cpu":
+        return RowPages(cells, None)
+    first, last = int(cells[0]), int(cells[-1])
+    if last - first == count - 1 and torch.equal(cells, torch.arange(first, last + 1, dtype=cells.dtype)):
+        return RowPages(cells, first)
+    return RowPages(cells, None)
+
+
+def _is_aligned(blocks: Tensor) -> bool:
     """Whether every block starts where a copy of it would start in a buffer, as far as arithmetic can tell."""
     size = blocks.element_size()
-    steps = (blocks.stride(0), blocks.stride(1), blocks.storage_offset())
-    return all(step * size % ALIGNMENT == 0 for step in steps)
+    by_head, by_page, _, _ = blocks.stride()
+    return not (by_head * size % ALIGNMENT or by_page * size % ALIGNMENT or blocks.storage_offset() * size % ALIGNMENT)
 
 
 @functools.lru_cache(maxsize=64)
@@ -59,9 +71,10 @@ def kv_heads(lists: int, heads_kv: int, device: torch.device) -> Tensor:
     return torch.arange(lists, device=device) * heads_kv // lists
 
 
-def run_of(blocks: Tensor, physical: Tensor) -> int | None:
-    """Where a slice of the blocks holds pages ``physical`` [P], the first; None if they must be gathered."""
-    return run_start(physical) if physical.device.type == "cpu" and _aligned(blocks) else None
+@functools.lru_cache(maxsize=64)
+def _head_rows(lists: int, heads_kv: int, by_head: int, device: torch.device) -> Tensor:
+    """[HL, 1] int64, the first row of the KV head of each list."""
+    return kv_heads(lists, heads_kv, device)[:, None] * by_head
 
 
 def _rows(store: Tensor) -> tuple[Tensor, int, int] | None:
@@ -77,58 +90,58 @@ def _rows(store: Tensor) -> tuple[Tensor, int, int] | None:
 
 
 def take(pools: tuple[Tensor, ...], physical: Tensor) -> list[Tensor]:
-    """Copies of pages ``physical`` [HL, k] (int64) of the KV head of each list, [HL, k, inner, D] from each pool of blocks.
+    """Copies of pages ``physical`` [HL, k] (int64) of the KV head of each list, [HL, k * inner, D] from each pool of blocks.
 
     They are void at the next call.
     """
     lists, kept = physical.shape
-    heads = kv_heads(lists, pools[0].shape[0], physical.device)
     taken: list[Tensor] = []
     index: tuple[int, int, Tensor] | None = None  # K and V mostly lie alike
     for blocks in pools:
+        heads_kv, _, inner, dim = blocks.shape
         store = as_bytes_if_fp8(blocks)
         found = _rows(store)
         if found is None:
-            part = store[heads[:, None], physical]
+            part = store[kv_heads(lists, heads_kv, physical.device)[:, None], physical]
         else:
             # A flat row gather is the fastest copy there is.
             rows, by_head, by_page = found
             if index is None or index[:2] != (by_head, by_page):
                 flat = physical if by_page == 1 else physical * by_page
-                flat = flat if lists == 1 else flat + (heads * by_head)[:, None]
+                flat = flat if lists == 1 else flat + _head_rows(lists, heads_kv, by_head, physical.device)
                 index = by_head, by_page, flat.reshape(-1)
             part = buffer(f"taken {len(taken)}", (lists * kept, rows.shape[1]), rows.dtype, rows.device)
             torch.index_select(rows, 0, index[2], out=part)
-        taken.append(part.view(blocks.dtype).view(lists, kept, *blocks.shape[2:]))
+        taken.append((part if part.dtype == blocks.dtype else part.view(blocks.dtype)).view(lists, kept * inner, dim))
     return taken
 
 
-def whole_rows(pools: tuple[Tensor, ...], physical: Tensor) -> list[Tensor]:
-    """Tokens of pages ``physical`` [P] (int64) of all heads, [HKV, P * S, D]: views where the pages follow each other."""
+def tokens_of_row(pools: tuple[Tensor, ...], row: RowPages, begin: int, end: int) -> list[Tensor]:
+    """Tokens [begin, end) of a row for all heads, [HKV, end - begin, D]: views where its pages follow each other."""
     heads_kv, _, inner, dim = pools[0].shape
-    if all(blocks.stride(1) == inner * dim and blocks.stride(2) == dim for blocks in pools):
-        first = run_of(pools[0], physical)
-        if first is not None and all(map(_aligned, pools)):
-            return [blocks[:, first : first + physical.numel()].flatten(1, 2) for blocks in pools]
-    return [part.flatten(1, 2) for part in take(pools, physical.expand(heads_kv, -1))]
+    if row.start is not None and all(b.stride()[1:3] == (inner * dim, dim) and _is_aligned(b) for b in pools):
+        first = (row.start * inner + begin) * dim
+        shape = heads_kv, end - begin, dim
+        return [b.as_strided(shape, (b.stride(0), dim, 1), b.storage_offset() + first) for b in pools]
+    physical = row.cells[begin // inner : -(-end // inner)].long()
+    skipped = begin % inner
+    return [part[:, skipped : skipped + end - begin] for part in take(pools, physical.expand(heads_kv, -1))]
 
 
-def pieces(blocks: Tensor, physical: Tensor) -> Iterator[Tensor]:
-    """Pages ``physical`` [P] (int64) of all heads in fp32, [HKV, n, inner, D], some at a time: each is void at the next.
+def pieces(blocks: Tensor, row: RowPages) -> Iterator[Tensor]:
+    """The pages of a row for all heads in fp32, [HKV, n, inner, D], some at a time: each is void at the next.
 
     The pieces are cut alike wherever the pages lie, so results don't depend on it.
     """
-    start = run_of(blocks, physical)
     heads_kv, _, inner, dim = blocks.shape
-    num_pages = physical.numel()
+    start = row.start if _is_aligned(blocks) else None
+    num_pages = row.cells.shape[0]
     at_once = max(1, STATS_AT_ONCE // (heads_kv * inner * dim))
     for first in range(0, num_pages, at_once):
         end = min(first + at_once, num_pages)
         if start is None:
-            part = take((blocks,), physical[first:end].expand(heads_kv, -1))[0]
+            physical = row.cells[first:end].long().expand(heads_kv, -1)
+            part = take((blocks,), physical)[0].view(heads_kv, end - first, inner, dim)
         else:
             part = blocks[:, start + first : start + end]
-        if part.dtype == torch.float32:
-            yield part
-        else:
-            yield buffer("widened", part.shape, torch.float32, part.device).copy_(part)
+        yield part if part.dtype == torch.float32 else buffer("widened", part.shape, torch.float32, part.device).copy_(part)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tsattn.selection import NO_PAGE
 from tsattn.torch_path.attend import Options, attend_to_all, attend_to_lists
+from tsattn.torch_path.blocks import row_pages
 from tsattn.torch_path.score import score_row
 from tsattn.torch_path.select import pages_to_keep, select_row
 
@@ -52,15 +53,15 @@ def sparse_decode(
             out[r] = 0.0
             lse[r] = -math.inf
             continue
-        physical = page_table[r, :num_pages].long()
+        row = row_pages(page_table[r, :num_pages])
         if kept == num_pages:
             page_ids[r, :, :kept] = torch.arange(kept, device=q.device)
-            out[r], lse[r] = attend_to_all(q[r], k_cache, v_cache, physical, length, 0, options)
+            out[r], lse[r] = attend_to_all(q[r], k_cache, v_cache, row, 0, length, options)
             continue
         scores = score_row(
             q[r],
             page_stats,
-            physical,
+            row,
             length,
             page_size=page_size,
             kind=kind,
@@ -71,4 +72,4 @@ def sparse_decode(
         pages = select_row(scores, kept, sink_pages=sink_pages, recent_pages=recent_pages)
         page_ids[r, :, :kept] = pages
         read = kept * page_size - (num_pages * page_size - length)  # the last page is kept, and is the only partial one
-        out[r], lse[r] = attend_to_lists(q[r], k_cache, v_cache, physical[pages], read, None, options)
+        out[r], lse[r] = attend_to_lists(q[r], k_cache, v_cache, row.physical(pages), read, None, options)

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.nn.functional import max_pool1d
 
 from tsattn.summaries import SUMMARIES, parts_of_full_page, sub_page_slots
-from tsattn.torch_path.blocks import pieces, stats_blocks
+from tsattn.torch_path.blocks import RowPages, pieces, row_pages, stats_blocks
 
 
-def _products(coefficients: Tensor, blocks: Tensor, physical: Tensor, summed: bool) -> list[Tensor]:
+def _products(coefficients: Tensor, blocks: Tensor, row: RowPages, summed: bool) -> list[Tensor]:
     """Coefficients [HKV, G, M, D] times the pages' M vectors: [HKV, P, G] each, M of them or their sum.
 
     A product of many rows with few columns runs at the speed of memory; the transposed one takes twice the time.
@@ -21,7 +21,7 @@ def _products(coefficients: Tensor, blocks: Tensor, physical: Tensor, summed: bo
     wanted = [coefficients.flatten(2)] if summed else coefficients.unbind(2)
     columns = [c.transpose(1, 2) for c in wanted]
     found: list[list[Tensor]] = [[] for _ in columns]
-    for part in pieces(blocks, physical):
+    for part in pieces(blocks, row):
         vectors = [part.flatten(2)] if summed else part.unbind(2)
         for some, vector, column in zip(found, vectors, columns, strict=True):
             some.append(torch.bmm(vector, column))
@@ -29,19 +29,19 @@ def _products(coefficients: Tensor, blocks: Tensor, physical: Tensor, summed: bo
 
 
 def _head_scores(
-    q: Tensor, blocks: Tensor, physical: Tensor, length: int, page_size: int, kind: str, box_scale: float | Tensor, scale: float
+    q: Tensor, blocks: Tensor, row: RowPages, length: int, page_size: int, kind: str, box_scale: float | Tensor, scale: float
 ) -> Tensor:
     """Scores of one row per query head, [HKV, P, G]; q [HKV, G, D] fp32."""
     summary = SUMMARIES[kind]
     m = blocks.shape[2]
     if isinstance(box_scale, Tensor):
         box_scale = box_scale[:, None, None]
-    products = _products(summary.coefficients(q, m, scale, box_scale), blocks, physical, summary.combine == "sum")
+    products = _products(summary.coefficients(q, m, scale, box_scale), blocks, row, summary.combine == "sum")
     for product in products:
         product.mul_(scale)
     if len(products) == 1:
         return _bounded(products[0])
-    num_pages, width = physical.numel(), sub_page_slots(page_size, m)
+    num_pages, width = row.cells.shape[0], sub_page_slots(page_size, m)
     for j in range(1, m):
         held = -(-(length - j * width) // page_size) if j * width < page_size else 0  # pages whose part j has a token
         products[j][:, max(0, min(num_pages, held)) :] = -math.inf
@@ -93,7 +93,7 @@ def _reduce_group(scores: Tensor, group_reduce: str) -> Tensor:
 def score_row(
     q: Tensor,
     page_stats: Tensor,
-    physical: Tensor,
+    row: RowPages,
     length: int,
     *,
     page_size: int,
@@ -102,10 +102,10 @@ def score_row(
     softmax_scale: float,
     group_reduce: str,
 ) -> Tensor:
-    """Scores [H, P] of one row's pages; q [HQ, D], ``physical`` [P] int64."""
+    """Scores [H, P] of one row's pages; q [HQ, D]."""
     grouped = q.float().reshape(page_stats.shape[1], -1, q.shape[1])  # [HKV, G, D]
     blocks = stats_blocks(page_stats)
-    per_head = _head_scores(grouped, blocks, physical, length, page_size, kind, box_scale, softmax_scale)
+    per_head = _head_scores(grouped, blocks, row, length, page_size, kind, box_scale, softmax_scale)
     return _reduce_group(per_head, group_reduce)
 
 
@@ -130,7 +130,7 @@ def score_pages(
             scores[r, :, :num_pages] = score_row(
                 q[r],
                 page_stats,
-                page_table[r, :num_pages].long(),
+                row_pages(page_table[r, :num_pages]),
                 length,
                 page_size=page_size,
                 kind=kind,

@@ -6,6 +6,7 @@ order-preserving integer of the fp32 score, the low word falls with the page num
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -33,12 +34,18 @@ def _forced(num_pages: int, kept: int, sink_pages: int, recent_pages: int) -> tu
     return range(sink_end - sinks, sink_end), range(num_pages - recent, num_pages)
 
 
+@functools.lru_cache(maxsize=256)
+def _ends(sinks: range, recent: range, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Forced pages as int64 tensors."""
+    return torch.tensor([*sinks], dtype=torch.int64, device=device), torch.tensor([*recent], dtype=torch.int64, device=device)
+
+
 def _best(scores: Tensor, count: int) -> Tensor:
     """The ``count`` best pages of every list, ascending; scores [H, n] without NaN."""
     if count == scores.shape[1]:
         return torch.arange(count, device=scores.device).expand(scores.shape[0], -1)
     values, order = scores.topk(count + 1, dim=-1)
-    if bool((values[:, count - 1] == values[:, count]).any()):  # a tie at the edge: the lowest pages win
+    if any(last == next_best for last, next_best in values[:, -2:].tolist()):  # a tie at the edge: the lowest pages win
         order = _packed(scores).topk(count, dim=-1, sorted=False).indices
     return order[:, :count].sort(dim=-1).values
 
@@ -50,11 +57,10 @@ def select_row(scores: Tensor, kept: int, *, sink_pages: int, recent_pages: int)
         return torch.arange(num_pages, device=scores.device).expand(heads, -1)
     sinks, recent = _forced(num_pages, kept, sink_pages, recent_pages)
     best = kept - len(sinks) - len(recent)
-    ends = torch.tensor([*sinks, *recent], dtype=torch.int64, device=scores.device).expand(heads, -1)
-    if best == 0:
-        return ends
-    chosen = _best(scores[:, sinks.stop : recent.start], best) + sinks.stop
-    return torch.cat((ends[:, : len(sinks)], chosen, ends[:, len(sinks) :]), dim=-1)
+    parts = [end.expand(heads, -1) for end in _ends(sinks, recent, scores.device)]
+    if best:
+        parts.insert(1, _best(scores[:, sinks.stop : recent.start], best) + sinks.stop)
+    return torch.cat(parts, dim=-1)
 
 
 def _select_by_mass(
