@@ -27,7 +27,16 @@ import tsattn
 from tsattn.demo.report import machine
 
 HEADS = {"32/8/128": (32, 8, 128), "4/1/256": (4, 1, 256)}
-KINDS = {"minmax": {"kind": "minmax"}, "means1": {"kind": "means", "parts": 1}, "means2": {"kind": "means", "parts": 2}}
+WIDE = {"stats_dtype": torch.float32}
+KINDS = {
+    "minmax": {"kind": "minmax"},
+    "means1": {"kind": "means", "parts": 1},
+    "means2": {"kind": "means", "parts": 2},
+    "minmax-fp32": {"kind": "minmax", **WIDE},
+    "means1-fp32": {"kind": "means", "parts": 1, **WIDE},
+    "means2-fp32": {"kind": "means", "parts": 2, **WIDE},
+}
+"""What the bf16 shapes are measured with; with fp32 keys the last three are the first three."""
 COLD_BYTES = 96 << 20
 """Three times the last-level cache of the machine that made the committed figures: what a turn of sparse steps reads."""
 MOST_BYTES = 6 << 30

@@ -104,8 +104,10 @@ def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor
     return out * share[..., None], total
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, options: Options) -> tuple[Tensor, Tensor]:
-    """Attention of one row: q [HQ, D]; k, v [HL, T, D] as stored -> [HQ, D], [HQ].
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, options: Options, into: tuple[Tensor, Tensor]
+) -> None:
+    """Attention of one row: q [HQ, D]; k, v [HL, T, D] as stored; ``into`` out [HQ, D] and lse [HQ].
 
     bf16 goes to PyTorch's flash attention, which keeps its logits in fp32 and reads the keys as they are. In fp16 its LSE is
     rough and in fp32 it is no faster; so these, masks inside the list, soft caps and logits that are not finite go the plain
@@ -122,7 +124,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, options: O
         out, lse = _plain(query, k, v, hidden, scale, softcap)
     if sinks is not None:
         out, lse = _with_sinks(out.float(), lse, sinks.float().view(k.shape[0], -1))
-    return out.flatten(0, 1), lse.flatten()
+    into[0].view(out.shape).copy_(out)
+    into[1].view(lse.shape).copy_(lse)
 
 
 def _hidden_tokens(pages: Tensor, counts: Tensor | None, page_size: int, read: int, length: int, first: int) -> Tensor | None:
@@ -162,14 +165,21 @@ def _row_lists(
 
 
 def attend_to_all(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, row: RowPages, first: int, length: int, options: Options
-) -> tuple[Tensor, Tensor]:
-    """Attention of one row to its tokens [first, length).
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    row: RowPages,
+    first: int,
+    length: int,
+    options: Options,
+    into: tuple[Tensor, Tensor],
+) -> None:
+    """Attention of one row to its tokens [first, length), written to ``into``, out [HQ, D] and lse [HQ].
 
     Lists of all pages come here whatever heads they were made for, so they give the bits of dense attention.
     """
     keys, values = tokens_of_row((cache_blocks(k_cache), cache_blocks(v_cache)), row, first, length)
-    return attention(q, keys, values, None, options)
+    attention(q, keys, values, None, options, into)
 
 
 def attend_to_lists(
@@ -180,10 +190,11 @@ def attend_to_lists(
     read: int,
     hidden: Tensor | None,
     options: Options,
-) -> tuple[Tensor, Tensor]:
-    """Attention of one row to the first ``read`` tokens of every list; ``physical`` [HL, k]."""
+    into: tuple[Tensor, Tensor],
+) -> None:
+    """Attention of one row to the first ``read`` tokens of every list, written to ``into``; ``physical`` [HL, k]."""
     keys, values = (part[:, :read] for part in take((cache_blocks(k_cache), cache_blocks(v_cache)), physical))
-    return attention(q, keys, values, hidden, options)
+    attention(q, keys, values, hidden, options, into)
 
 
 def attend_pages(
@@ -218,7 +229,7 @@ def attend_pages(
         elif pages is None:
             row = row_pages(page_table[r, first // page_size : num_pages])
             gone = first // page_size * page_size
-            out[r], lse[r] = attend_to_all(q[r], k_cache, v_cache, row, first - gone, length - gone, options)
+            attend_to_all(q[r], k_cache, v_cache, row, first - gone, length - gone, options, (out[r], lse[r]))
         else:
             # The last page of a row is its only partial one; where every list ends with it, cut the tail instead of masking.
             # A list that names it twice has a copy whose tail needs the mask.
@@ -227,7 +238,7 @@ def attend_pages(
             read = pages.shape[1] * page_size - (num_pages * page_size - length if ends_last else 0)
             hidden = None if ends_last and first == 0 else _hidden_tokens(pages, counts, page_size, read, length, first)
             physical = page_table[r].long()[pages]
-            out[r], lse[r] = attend_to_lists(q[r], k_cache, v_cache, physical, read, hidden, options)
+            attend_to_lists(q[r], k_cache, v_cache, physical, read, hidden, options, (out[r], lse[r]))
 
 
 def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, out: Tensor, lse: Tensor) -> None:

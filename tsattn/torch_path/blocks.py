@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tsattn.torch_path.buffers import buffer
 
-STATS_AT_ONCE = 1 << 20
+STATS_AT_ONCE = 1 << 22
 """Elements of statistics that are in hand at one time: few enough to stay in the processor's cache."""
 ALIGNMENT = 64
 """Bytes. Matrix products may add in another order where their operands start elsewhere."""
@@ -52,10 +52,9 @@ def row_pages(cells: Tensor) -> RowPages:
     count = cells.shape[0]
     if count == 0 or cells.device.type != "cpu":
         return RowPages(cells, None)
-    first, last = int(cells[0]), int(cells[-1])
-    if last - first == count - 1 and torch.equal(cells, torch.arange(first, last + 1, dtype=cells.dtype)):
-        return RowPages(cells, first)
-    return RowPages(cells, None)
+    first = int(cells[0])
+    follow = torch.equal(cells, torch.arange(first, first + count, dtype=cells.dtype))
+    return RowPages(cells, first if follow else None)
 
 
 def _is_aligned(blocks: Tensor) -> bool:

@@ -48,7 +48,7 @@ def sparse_decode(
         kept = pages_to_keep(num_pages, width, tokens, page_size)
         if kept < width:
             page_ids[r, :, kept:] = NO_PAGE
-        page_counts[r] = kept
+        page_counts[r].fill_(kept)
         if kept == 0:
             out[r] = 0.0
             lse[r] = -math.inf
@@ -56,7 +56,7 @@ def sparse_decode(
         row = row_pages(page_table[r, :num_pages])
         if kept == num_pages:
             page_ids[r, :, :kept] = torch.arange(kept, device=q.device)
-            out[r], lse[r] = attend_to_all(q[r], k_cache, v_cache, row, 0, length, options)
+            attend_to_all(q[r], k_cache, v_cache, row, 0, length, options, (out[r], lse[r]))
             continue
         scores = score_row(
             q[r],
@@ -72,4 +72,4 @@ def sparse_decode(
         pages = select_row(scores, kept, sink_pages=sink_pages, recent_pages=recent_pages)
         page_ids[r, :, :kept] = pages
         read = kept * page_size - (num_pages * page_size - length)  # the last page is kept, and is the only partial one
-        out[r], lse[r] = attend_to_lists(q[r], k_cache, v_cache, row.physical(pages), read, None, options)
+        attend_to_lists(q[r], k_cache, v_cache, row.physical(pages), read, None, options, (out[r], lse[r]))

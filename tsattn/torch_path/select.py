@@ -6,7 +6,6 @@ order-preserving integer of the fp32 score, the low word falls with the page num
 
 from __future__ import annotations
 
-import functools
 import math
 
 import torch
@@ -34,33 +33,22 @@ def _forced(num_pages: int, kept: int, sink_pages: int, recent_pages: int) -> tu
     return range(sink_end - sinks, sink_end), range(num_pages - recent, num_pages)
 
 
-@functools.lru_cache(maxsize=256)
-def _ends(sinks: range, recent: range, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Forced pages as int64 tensors."""
-    return torch.tensor([*sinks], dtype=torch.int64, device=device), torch.tensor([*recent], dtype=torch.int64, device=device)
-
-
-def _best(scores: Tensor, count: int) -> Tensor:
-    """The ``count`` best pages of every list, ascending; scores [H, n] without NaN."""
-    if count == scores.shape[1]:
-        return torch.arange(count, device=scores.device).expand(scores.shape[0], -1)
-    values, order = scores.topk(count + 1, dim=-1)
-    if any(last == next_best for last, next_best in values[:, -2:].tolist()):  # a tie at the edge: the lowest pages win
-        order = _packed(scores).topk(count, dim=-1, sorted=False).indices
-    return order[:, :count].sort(dim=-1).values
-
-
 def select_row(scores: Tensor, kept: int, *, sink_pages: int, recent_pages: int) -> Tensor:
-    """The ``kept`` pages of every list of one row, ascending: scores [H, P], without NaN -> [H, kept] int64."""
-    heads, num_pages = scores.shape
+    """The ``kept`` pages of every list of one row, ascending: scores [H, P], without NaN, are spoiled -> [H, kept] int64."""
+    num_pages = scores.shape[1]
     if kept == num_pages:
-        return torch.arange(num_pages, device=scores.device).expand(heads, -1)
+        return torch.arange(num_pages, device=scores.device).expand(scores.shape[0], -1)
     sinks, recent = _forced(num_pages, kept, sink_pages, recent_pages)
-    best = kept - len(sinks) - len(recent)
-    parts = [end.expand(heads, -1) for end in _ends(sinks, recent, scores.device)]
-    if best:
-        parts.insert(1, _best(scores[:, sinks.stop : recent.start], best) + sinks.stop)
-    return torch.cat(parts, dim=-1)
+    if kept == len(sinks) + len(recent):
+        return torch.tensor([*sinks, *recent], dtype=torch.int64, device=scores.device).expand(scores.shape[0], -1)
+    scores[:, : sinks.stop].fill_(math.inf)
+    scores[:, recent.start :].fill_(math.inf)
+    values, order = scores.topk(kept + 1, dim=-1)
+    if any(last == next_best for last, next_best in values[:, -2:].tolist()):  # a tie at the edge: the lowest pages win
+        keys = _packed(scores)
+        keys[:, : sinks.stop] = keys[:, recent.start :] = torch.iinfo(torch.int64).max
+        order = keys.topk(kept, dim=-1, sorted=False).indices
+    return order[:, :kept].sort(dim=-1).values
 
 
 def _select_by_mass(
