@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tsattn.torch_path.buffers import buffer
 
-STATS_AT_ONCE = 1 << 22
+STATS_AT_ONCE = 1 << 20
 """Elements of statistics that are in hand at one time: few enough to stay in the processor's cache."""
 ALIGNMENT = 64
 """Bytes. Matrix products may add in another order where their operands start elsewhere."""
