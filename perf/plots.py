@@ -91,7 +91,11 @@ def _cpu_path(path: Path, rows: list[dict[str, Any]]) -> Source:
         for way, seconds in row["seconds"].items():
             name = "sparse separate" if way == "sparse" else way
             out.append(common | {"way": name, "plan": "separate", "seconds": {"median": seconds}})
-    bf16 = [row for row in out if row["dtype"] == "bfloat16" and row["context"] > row["budget"]]
+    bf16 = [
+        row
+        for row in out
+        if row["dtype"] == "bfloat16" and row["context"] > row["budget"] and not row["summary"].endswith("-fp32")
+    ]
     detail = f"perf/cpu_path.py, bf16; torch {about['torch']}; {about['torch_threads']} threads"
     return Source(path, "cpu-path", "measured on a CPU", about["processor"], detail, bf16)
 
