@@ -75,7 +75,7 @@ def _page(
         "slot_mapping": (t + 1 + rounds * (t + 1 - first_token)) * map_size,
         "k": written * new_size,
         "v": written * new_size,
-        "k_cache": layer.head_dim * layer.kv_size * fill * _passes(layer.kind),
+        "k_cache": layer.head_dim * layer.kv_size * fill,
         "k_scale": F32 if layer.scales else 0,
         "v_scale": F32 if layer.scales else 0,
     }
@@ -83,11 +83,6 @@ def _page(
         reads,
         {"k_cache": written * layer.kv_size, "v_cache": written * layer.kv_size, "page_stats": layer.page_summary},
     )
-
-
-def _passes(kind: str) -> int:
-    """Times that the keys of a page are read for its statistics: the variance needs the mean first."""
-    return 2 if kind == "meanvar" else 1
 
 
 def rebuild(layer: Layer, rows: Sequence[Sequence[tuple[int, int]]], cells: int) -> Cost:
@@ -106,7 +101,7 @@ def rebuild(layer: Layer, rows: Sequence[Sequence[tuple[int, int]]], cells: int)
             "page_table": I32,
             "page_fill": I32,
             "k_scale": F32 if layer.scales else 0,
-            "k_cache": layer.head_dim * layer.kv_size * fill * _passes(layer.kind),
+            "k_cache": layer.head_dim * layer.kv_size * fill,
         }
         cost += Cost(reads, {"page_stats": layer.page_summary})
     return cost * layer.heads_kv

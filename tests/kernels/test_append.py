@@ -122,6 +122,23 @@ def test_ready_codes_are_stored_as_they_are():
             assert_same_bits(raw(pool.v)[t // 4, t % 4], raw(v)[t], "v_cache")
 
 
+@pytest.mark.parametrize("offset", [0.0, 1e3, -1e7])
+def test_variances_of_pages_of_several_tiles(offset):
+    """One read of the keys, with deviations from the first tile's mean: here it is far off, or the keys hardly differ."""
+    pool = Pool(3, 128, kind="meanvar")
+    k, v = tokens(300, 1, 16, FP32)
+    k += offset
+    k[:16, :, ::2] = k[:1, :, ::2]  # a first tile without variance
+    k[128:144] += 500.0  # and one that is far from the rest
+    k[:, :, 3] = offset + 0.1
+    expected = pool.twin()
+    expected.append(k, v, torch.arange(300), reference)
+    with space.forced("append", space.Config({"BLOCK_T": 64, "BLOCK_S": 16})):
+        pool.append(k, v, torch.arange(300))
+    pool.check_equal(expected)
+    assert (pool.stats[:, 0, 1, 3] == 0).all()
+
+
 @pytest.mark.parametrize("kind, parts", [("minmax", 2), ("means", 2), ("meanvar", 2)])
 def test_chunking_of_the_tokens_does_not_show(kind, parts):
     k, v = tokens(23, 1, 16, BF16)

@@ -150,6 +150,22 @@ def test_every_candidate_configuration_does_the_whole_job(pages):
         judge(case)
 
 
+@pytest.mark.parametrize("kind, box", [("minmax", 0.25), ("meanvar", 1.0)])
+def test_coefficients_in_two_numbers(kind, box, monkeypatch):
+    """As on a GPU: both numbers of 16 bits in one product, which the interpreter otherwise replaces by one of fp32."""
+    monkeypatch.setattr("tsattn.kernels.score.needs_f32_dot", lambda *dtypes: False)
+    for group in (3, 20):
+        judge(make_case((16 * 9, 40), heads_kv=1, group=group, dim=80, kind=kind, dtype=FP16), box=box)
+
+
+def test_more_tiles_than_a_grid_axis_has(monkeypatch):
+    monkeypatch.setattr("tsattn.kernels.score.MAX_GRID_Y", 2)
+    case = make_case((16 * 70, 16 * 33), heads_kv=1, group=2, dim=16)
+    with space.forced("score", space.Config({"BLOCK_P": 16})):
+        tiled = score(case)
+    assert_same_bits(tiled, score(case, reduce="none").amax(1, keepdim=True))
+
+
 def test_physical_placement_and_neighbours_do_not_show():
     """TB-043, TB-044: same bits on other pages, and alone."""
     case = make_case((300, 77, 160), kind="means", dtype=BF16)

@@ -1,17 +1,18 @@
 """Score every page of every row against the row's queries, from the page statistics alone.
 
-One program per (row, KV head, tile of pages) on grid axis x; ONE matrix product per tile and chunk of query heads:
+One program per (row and KV head, tile of pages) on grid axes x and y; ONE matrix product B.A per tile and chunk of heads:
 
-    kind      A [G, width]                               B [width, pages]         score (a = softmax_scale)
-    minmax    [ (q - X|q|) / 2 | (q + X|q|) / 2 ]        [ min | max ]            a * A.B
-    meanvar   [ q | a q*q / 2 ]                          [ mean | variance ]      a * A.B
-    means     q                                          the parts of the pages   logsumexp over parts of a * A.B, - log(parts)
+    kind      B [pages, width]         A [width, G]                           score (a = softmax_scale)
+    minmax    [ min | max ]            [ (q - X|q|) / 2 | (q + X|q|) / 2 ]    a * B.A
+    meanvar   [ mean | variance ]      [ q | a q*q / 2 ]                      a * B.A
+    means     the parts of the pages   q                                      logsumexp over parts of a * B.A, - log(parts)
 
     q [R, HQ, D]    page_stats [num_pages, HKV, M, D], one contiguous row of M * D    scores fp32 [R, HKV or HQ, N]
 
 A head score that is NaN or +inf is +inf: an unbounded page. "max", "sum" and "none" over the G query heads are settled
 here; "softmax" and "mix" need whole rows and follow in score_group.py. A is exact in q's type for minmax with X = 1 and for
 means; elsewhere it is carried as the sum of two numbers of that type, so 16-bit tensor cores lose nothing that matters.
+Pages are the rows of the product: G < 16 query heads would leave rows of a tensor core idle, and cost moves to fill them.
 """
 
 import math
@@ -40,6 +41,8 @@ from tsattn.scratch import Scratch
 from tsattn.tuning.space import Config, pick
 
 REDUCE_CODES = {"none": 0, "max": 1, "sum": 2}
+#: Rows of a tensor-core tile. One thread has rows 8 apart: with two parts both parts of its pages.
+ROWS = tl.constexpr(16)
 NONE = tl.constexpr(0)
 MAX = tl.constexpr(1)
 #: Group reductions that look at whole rows, see score_group.py.
@@ -59,10 +62,6 @@ class ScoreTensors(NamedTuple):
     scale: Any
     log_parts: Any
     stride_sn: Any
-    stride_qr: Any
-    stride_qh: Any
-    stride_pp: Any
-    stride_ph: Any
     stride_tn: Any
     stride_len: Any
     stride_box: Any
@@ -84,44 +83,57 @@ class ScoreShape(NamedTuple):
     BLOCK_G: Any
     BLOCK_M: Any  # rows of the tile per page: the padded number of parts for means, else 1
     BLOCK_W: Any  # padded width of a row of the tile: D for means, else M * D
+    # Strides that a model fixes: as constants they cost no arithmetic of 64 bits.
+    STRIDE_QR: Any
+    STRIDE_QH: Any
+    STRIDE_PP: Any
+    STRIDE_PH: Any
 
 
 @triton.jit
 def _coefficients(q_head, heads, channel, box, t, c, WIDTH: tl.constexpr):
-    """Query side of the product [heads, channels]: in q's type where that is exact, else fp32; zero where padded."""
-    mask = (heads < c.G)[:, None] & (channel < WIDTH)[None, :]
-    raw = tl.load(q_head + heads[:, None].to(tl.int64) * t.stride_qh + (channel % c.D)[None, :], mask=mask, other=0)
+    """Query side of the product [channels, heads]: in q's type where that is exact, else fp32; zero where padded."""
+    mask = (channel < WIDTH)[:, None] & (heads < c.G)[None, :]
+    raw = tl.load(q_head + heads[None, :].to(tl.int64) * c.STRIDE_QH + (channel % c.D)[:, None], mask=mask, other=0)
+    first_half = (channel < c.D)[:, None]
     q = to_f32(raw)
     if c.KIND == MEANS:
         return raw
     elif c.KIND == MINMAX and not c.SPLIT:  # X = 1: min(q, 0) and max(q, 0)
-        return tl.where((channel < c.D)[None, :] == (q > 0.0), tl.zeros_like(raw), raw)
+        return tl.where(first_half == (q > 0.0), tl.zeros_like(raw), raw)
     elif c.KIND == MINMAX:
         reach = box * tl.abs(q)
-        return tl.where((channel < c.D)[None, :], 0.5 * (q - reach), 0.5 * (q + reach))
+        return tl.where(first_half, 0.5 * (q - reach), 0.5 * (q + reach))
     else:
-        return tl.where((channel < c.D)[None, :], q, 0.5 * t.scale * q * q)
+        return tl.where(first_half, q, 0.5 * t.scale * q * q)
 
 
 @triton.jit
-def _product(a, b, SPLIT: tl.constexpr, DTYPE: tl.constexpr, DOT_F32: tl.constexpr):
-    """fp32 a [M, K] times b [N, K] transposed; with SPLIT a is the sum of two numbers of type DTYPE."""
-    right = tl.trans(b)
+def _product(b, a, SPLIT: tl.constexpr, DTYPE: tl.constexpr, DOT_F32: tl.constexpr):
+    """fp32 b [M, K] times a [K, N]; with SPLIT a is the sum of two numbers of type DTYPE."""
     high = as_operand(a, DTYPE, DOT_F32)
-    result = dot(high, right, DOT_F32)
-    if SPLIT and not DOT_F32:
-        result += dot(as_operand(a - high.to(tl.float32), DTYPE, DOT_F32), right, DOT_F32)
-    return result
+    if SPLIT and not DOT_F32:  # both in one product, side by side
+        low = as_operand(a - high.to(tl.float32), DTYPE, DOT_F32)
+        both = dot(b, tl.reshape(tl.join(high, low), [a.shape[0], 2 * a.shape[1]]), DOT_F32)
+        return tl.sum(tl.reshape(both, [b.shape[0], a.shape[1], 2]), axis=2)
+    return dot(b, high, DOT_F32)
 
 
 @triton.jit
 def _log_mean_exp(x, nonempty, log_parts):
-    """logsumexp of x over its last axis, where nonempty, less log_parts; NaN comes out as NaN."""
+    """logsumexp of x over its axis 1, where nonempty, less log_parts; NaN comes out as NaN."""
     x = tl.where(nonempty, x, float("-inf"))
-    top = tl.max(x, axis=2)
+    top = tl.max(x, axis=1)
     shift = tl.where(top == float("-inf"), 0.0, top)
-    total = tl.sum(tl.exp(x - shift[:, :, None]), axis=2)
+    total = tl.sum(tl.exp(x - shift[:, None]), axis=1)
     return shift + tl.log(total) - log_parts
+
+
+@triton.jit
+def _for_each_part(x, c, LOW: tl.constexpr):
+    """[BLOCK_P] by page -> [BLOCK_P * BLOCK_M] by row of the tile."""
+    x = tl.reshape(x, [c.BLOCK_P // LOW, 1, LOW])
+    return tl.reshape(tl.broadcast_to(x, [c.BLOCK_P // LOW, c.BLOCK_M, LOW]), [c.BLOCK_P * c.BLOCK_M])
 
 
 @triton.jit
@@ -131,57 +143,52 @@ def score_tile(t, c, g, row, head, first, num_used, length):
     PART: tl.constexpr = (c.S + c.M - 1) // c.M  # slots of a sub-page
     CHUNKS: tl.constexpr = (c.G + c.BLOCK_G - 1) // c.BLOCK_G
     element: tl.constexpr = t.page_stats.dtype.element_ty
+    LOW: tl.constexpr = ROWS // c.BLOCK_M
     channel = tl.arange(0, c.BLOCK_W)
     box = t.box
     if t.box_scale is not None:
         box = tl.load(t.box_scale + head * t.stride_box)
     # Queries first: they arrive while the table and then the statistics are still awaited.
-    q_head = t.q + row * t.stride_qr + head * c.G * t.stride_qh
+    q_head = t.q + row * c.STRIDE_QR + head * c.G * c.STRIDE_QH
     heads = tl.arange(0, c.BLOCK_G)
     a = _coefficients(q_head, heads, channel, box, t, c, WIDTH)
 
-    # The statistics of the tile: [BLOCK_P * BLOCK_M, BLOCK_W]
-    r = tl.arange(0, c.BLOCK_P * c.BLOCK_M)
-    r_page = first + r // c.BLOCK_M
-    r_part = r % c.BLOCK_M
-    table_row = t.page_table + row * g.stride_tr
-    page = tl.load(table_row + r_page.to(tl.int64) * t.stride_tn, mask=r_page < num_used, other=-1)
-    r_valid = in_pool(page, g.num_pages)
-    r_load = r_valid & (r_part < c.M) if c.KIND == MEANS else r_valid
-    offset = page.to(tl.int64) * t.stride_pp + r_part * c.D
-    r_mask = r_load[:, None] & (channel < WIDTH)[None, :]
-    stats = tl.load((t.page_stats + head * t.stride_ph + channel)[None, :] + offset[:, None], mask=r_mask, other=0)
-    stats = as_operand(stats, element, c.DOT_F32)
-    if c.BLOCK_M == 1:
-        valid = r_valid
-    else:
-        valid = tl.max(tl.reshape(r_valid.to(tl.int32), [c.BLOCK_P, c.BLOCK_M]), axis=1) > 0
-    if c.KIND == MEANS:
-        begins = r_page * c.S + r_part * PART
-        nonempty = (begins < length) & (r_part * PART < c.S) & (r_part < c.M)
-        nonempty = tl.reshape(nonempty, [1, c.BLOCK_P, c.BLOCK_M])
-
     n = first + tl.arange(0, c.BLOCK_P)
+    page = tl.load(t.page_table + row * g.stride_tr + n.to(tl.int64) * t.stride_tn, mask=n < num_used, other=-1)
+    valid = in_pool(page, g.num_pages)
+
+    # The statistics of the tile, [BLOCK_P * BLOCK_M, BLOCK_W]: every ROWS rows hold part 0 of LOW pages, then their part 1...
+    part = tl.arange(0, c.BLOCK_P * c.BLOCK_M) // LOW % c.BLOCK_M
+    r_load = _for_each_part(valid, c, LOW) & (part < c.M)
+    offset = _for_each_part(page, c, LOW).to(tl.int64) * c.STRIDE_PP + part * c.D
+    r_mask = r_load[:, None] & (channel < WIDTH)[None, :]
+    stats = tl.load((t.page_stats + head * c.STRIDE_PH + channel)[None, :] + offset[:, None], mask=r_mask, other=0)
+    stats = as_operand(stats, element, c.DOT_F32)
+    if c.BLOCK_M > 1:
+        nonempty = (_for_each_part(n, c, LOW) * c.S + part * PART < length) & (part * PART < c.S) & (part < c.M)
+        nonempty = tl.reshape(nonempty, [c.BLOCK_P // LOW, c.BLOCK_M, LOW, 1])
+
     out_row = t.scores + row * g.stride_sr + n.to(tl.int64) * t.stride_sn
     best = tl.full([c.BLOCK_P], float("-inf"), tl.float32)
     total = tl.zeros([c.BLOCK_P], tl.float32)
     unbounded = tl.zeros([c.BLOCK_P], tl.int32)
     for _chunk in range(CHUNKS):
-        product = t.scale * _product(a, stats, c.SPLIT, element, c.DOT_F32)  # [BLOCK_G, BLOCK_P * BLOCK_M]
-        if c.KIND == MEANS:
-            product = _log_mean_exp(tl.reshape(product, [c.BLOCK_G, c.BLOCK_P, c.BLOCK_M]), nonempty, t.log_parts)
+        product = t.scale * _product(stats, a, c.SPLIT, element, c.DOT_F32)  # [BLOCK_P * BLOCK_M, BLOCK_G]
+        if c.BLOCK_M > 1:
+            product = tl.reshape(product, [c.BLOCK_P // LOW, c.BLOCK_M, LOW, c.BLOCK_G])
+            product = tl.reshape(_log_mean_exp(product, nonempty, t.log_parts), [c.BLOCK_P, c.BLOCK_G])
         product = tl.where(product == product, product, float("inf"))
-        product = tl.where(valid[None, :], product, float("-inf"))
+        product = tl.where(valid[:, None], product, float("-inf"))
         if c.REDUCE == NONE:
             out_heads = head * c.G + heads
-            out_mask = (heads < c.G)[:, None] & (n < g.N)[None, :]
-            tl.store(out_row[None, :] + out_heads[:, None] * g.stride_sh, product, mask=out_mask)
+            out_mask = (n < g.N)[:, None] & (heads < c.G)[None, :]
+            tl.store(out_row[:, None] + out_heads[None, :] * g.stride_sh, product, mask=out_mask)
         elif c.REDUCE == MAX:
-            best = tl.maximum(best, tl.max(tl.where((heads < c.G)[:, None], product, float("-inf")), axis=0))
+            best = tl.maximum(best, tl.max(tl.where((heads < c.G)[None, :], product, float("-inf")), axis=1))
         else:
             infinite = product == float("inf")
-            unbounded += tl.sum((infinite & (heads < c.G)[:, None]).to(tl.int32), axis=0)
-            total += tl.sum(tl.where(infinite | (heads >= c.G)[:, None], 0.0, product), axis=0)
+            unbounded += tl.sum((infinite & (heads < c.G)[None, :]).to(tl.int32), axis=1)
+            total += tl.sum(tl.where(infinite | (heads >= c.G)[None, :], 0.0, product), axis=1)
         if CHUNKS > 1:
             heads += c.BLOCK_G
             a = _coefficients(q_head, heads, channel, box, t, c, WIDTH)
@@ -207,7 +214,9 @@ def _score_kernel(
     g = Growing(
         N, K, num_pages, splits, stride_sr, stride_sh, stride_tr, stride_ir, stride_ih, sink_pages, recent_pages, window
     )
-    row, head, first = score_program(tl.program_id(0), c, g)
+    row = (tl.program_id(0) // c.HKV).to(tl.int64)
+    head = (tl.program_id(0) % c.HKV).to(tl.int64)
+    first = (tl.program_id(1) + tl.program_id(2) * tl.num_programs(1)) * c.BLOCK_P
     length = tl.load(t.seq_lens + row * t.stride_len)
     num_used = pages_of(length, N, c.S)
     if first < num_used:
@@ -256,10 +265,6 @@ def score_arguments(
         float(softmax_scale),
         math.log(-(-page_size // part_slots)),
         scores.stride(2),
-        q.stride(0),
-        q.stride(1),
-        page_stats.stride(0),
-        page_stats.stride(1),
         page_table.stride(1),
         seq_lens.stride(0),
         stride_or_zero(box_tensor),
@@ -279,8 +284,22 @@ def score_arguments(
         BLOCK_G=head_rows(num_heads // num_kv_heads),
         BLOCK_M=block_m,
         BLOCK_W=block_dim(head_dim if is_means else num_vectors * head_dim),
+        STRIDE_QR=q.stride(0),
+        STRIDE_QH=q.stride(1),
+        STRIDE_PP=page_stats.stride(0),
+        STRIDE_PH=page_stats.stride(1),
     )
     return tensors, shape, config
+
+
+#: Programs that axis y of a grid may have.
+MAX_GRID_Y = 65535
+
+
+def _grid(row_heads: int, tiles: int) -> tuple[int, int, int]:
+    """Rows and KV heads on axis x, tiles of pages on axis y and, where they are too many, on z: no division by their number."""
+    y = min(tiles, MAX_GRID_Y)
+    return row_heads, y, triton.cdiv(tiles, y)
 
 
 def score_pages(
@@ -324,7 +343,7 @@ def score_pages(
         stride_tr=page_table.stride(0),
     )
     with on_device_of(q):
-        _score_kernel[(num_rows * shape.HKV * triton.cdiv(num_cells, shape.BLOCK_P),)](
+        _score_kernel[_grid(num_rows * shape.HKV, triton.cdiv(num_cells, shape.BLOCK_P))](
             tensors, *growing, constants(shape), num_warps=config.num_warps, num_stages=config.num_stages
         )
         if whole_rows:

@@ -6,7 +6,7 @@
     MEANVAR   mean, population variance                         nearest even
 
 Sums are taken in fp64 over dequantised fp32 keys and divided in fp64, so that the result does not hang on tile sizes.
-Only slots below `fill` are read; a NaN key makes its channel's statistics NaN.
+Only slots below `fill` are read, each once; a NaN key makes its channel's statistics NaN.
 """
 
 import triton
@@ -92,18 +92,30 @@ def _means(
 
 
 @triton.jit
+def _squares(keys, mask, pivot):
+    """fp64 sum over the slots of the squared deviations from a pivot."""
+    deviation = tl.where(mask, keys.to(tl.float64) - pivot[None, :], 0.0)
+    return tl.sum(deviation * deviation, axis=0)
+
+
+@triton.jit
 def _meanvar(
     stats, k_page, stride_slot, fill, scale, S: tl.constexpr, D: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr
 ):
-    mean = _mean(k_page, stride_slot, 0, fill, scale, D, BLOCK_S, BLOCK_D)
+    """Every key is read once: deviations are from the mean of the first tile, which is corrected at last."""
     total = tl.zeros([BLOCK_D], tl.float64)
+    squares = tl.zeros([BLOCK_D], tl.float64)
+    pivot = tl.zeros([BLOCK_D], tl.float64)
     for start in range(0, fill, BLOCK_S):
         keys, mask = _keys(k_page, stride_slot, start + tl.arange(0, BLOCK_S), fill, scale, D, BLOCK_D)
-        deviation = tl.where(mask, keys.to(tl.float64) - mean[None, :], 0.0)
-        total += tl.sum(deviation * deviation, axis=0)
-    variance = total / tl.maximum(fill, 1).to(tl.float64)
-    _store_vector(stats, 0, mean.to(tl.float32), 0, D, BLOCK_D)
-    _store_vector(stats, 1, variance.to(tl.float32), 0, D, BLOCK_D)
+        total += tl.sum(keys.to(tl.float64), axis=0)
+        if start == 0:
+            pivot = total / tl.minimum(fill, BLOCK_S).to(tl.float64)
+        squares += _squares(keys, mask, pivot)
+    count = tl.maximum(fill, 1).to(tl.float64)
+    off = total - pivot * count
+    _store_vector(stats, 0, (total / count).to(tl.float32), 0, D, BLOCK_D)
+    _store_vector(stats, 1, ((squares - off * off / count) / count).to(tl.float32), 0, D, BLOCK_D)
 
 
 @triton.jit
