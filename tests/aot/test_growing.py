@@ -31,15 +31,16 @@ DRIVER = """
         return None
     JITFunction._do_compile = count
     dice = random.Random(0)
-    cache = torch.zeros(9, HKV, S, D, dtype=torch.bfloat16).permute(0, 2, 1, 3)
-    stats = torch.zeros(9, HKV, 2, D, dtype=torch.bfloat16)
     with aot.compile_only("sm_90"):
         for step in range(steps):
             # Every width at first, then ever larger ones; ragged rows, with tokens more than pages.
             cells = step + 1 if step < 300 else int(300 * 1.012 ** (step - 300)) + 1
             rows, tokens = dice.choice((1, 1, 2, 3, 8, 16, 33, 100)), dice.randint(1, 40)
             width = min(K, cells)
-            q = torch.empty(rows, HQ, D, dtype=torch.bfloat16)
+            pages = 9 + step // 10  # pools grow too, and are stored head by head
+            cache = torch.empty(HKV, pages, S, D, dtype=torch.bfloat16).permute(1, 2, 0, 3)
+            stats = torch.empty(HKV, pages, 2, D, dtype=torch.bfloat16).transpose(0, 1)
+            q = torch.empty(rows, tokens, HQ, D, dtype=torch.bfloat16)[:, -1]  # the last of some
             new = torch.empty(tokens, HKV, D, dtype=torch.bfloat16)
             table = torch.empty(rows, cells, dtype=integer)
             if step % 7 == 0:  # rows of one sequence

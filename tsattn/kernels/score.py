@@ -62,6 +62,8 @@ class ScoreTensors(NamedTuple):
     scale: Any
     log_parts: Any
     stride_sn: Any
+    stride_qr: Any
+    stride_ph: Any
     stride_tn: Any
     stride_len: Any
     stride_box: Any
@@ -83,11 +85,9 @@ class ScoreShape(NamedTuple):
     BLOCK_G: Any
     BLOCK_M: Any  # rows of the tile per page: the padded number of parts for means, else 1
     BLOCK_W: Any  # padded width of a row of the tile: D for means, else M * D
-    # Strides that a model fixes: as constants they cost no arithmetic of 64 bits.
-    STRIDE_QR: Any
+    # Strides that a model fixes: as constants they cost no arithmetic of 64 bits. (One that a pool's size may be in isn't.)
     STRIDE_QH: Any
     STRIDE_PP: Any
-    STRIDE_PH: Any
 
 
 @triton.jit
@@ -149,7 +149,7 @@ def score_tile(t, c, g, row, head, first, num_used, length):
     if t.box_scale is not None:
         box = tl.load(t.box_scale + head * t.stride_box)
     # Queries first: they arrive while the table and then the statistics are still awaited.
-    q_head = t.q + row * c.STRIDE_QR + head * c.G * c.STRIDE_QH
+    q_head = t.q + row * t.stride_qr + head * c.G * c.STRIDE_QH
     heads = tl.arange(0, c.BLOCK_G)
     a = _coefficients(q_head, heads, channel, box, t, c, WIDTH)
 
@@ -162,7 +162,7 @@ def score_tile(t, c, g, row, head, first, num_used, length):
     r_load = _for_each_part(valid, c, LOW) & (part < c.M)
     offset = _for_each_part(page, c, LOW).to(tl.int64) * c.STRIDE_PP + part * c.D
     r_mask = r_load[:, None] & (channel < WIDTH)[None, :]
-    stats = tl.load((t.page_stats + head * c.STRIDE_PH + channel)[None, :] + offset[:, None], mask=r_mask, other=0)
+    stats = tl.load((t.page_stats + head * t.stride_ph + channel)[None, :] + offset[:, None], mask=r_mask, other=0)
     stats = as_operand(stats, element, c.DOT_F32)
     if c.BLOCK_M > 1:
         nonempty = (_for_each_part(n, c, LOW) * c.S + part * PART < length) & (part * PART < c.S) & (part < c.M)
@@ -265,6 +265,8 @@ def score_arguments(
         float(softmax_scale),
         math.log(-(-page_size // part_slots)),
         scores.stride(2),
+        q.stride(0),
+        page_stats.stride(1),
         page_table.stride(1),
         seq_lens.stride(0),
         stride_or_zero(box_tensor),
@@ -284,10 +286,8 @@ def score_arguments(
         BLOCK_G=head_rows(num_heads // num_kv_heads),
         BLOCK_M=block_m,
         BLOCK_W=block_dim(head_dim if is_means else num_vectors * head_dim),
-        STRIDE_QR=q.stride(0),
         STRIDE_QH=q.stride(1),
         STRIDE_PP=page_stats.stride(0),
-        STRIDE_PH=page_stats.stride(1),
     )
     return tensors, shape, config
 
