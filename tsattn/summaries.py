@@ -166,3 +166,35 @@ def store_statistics(statistics: Tensor, kind: str, dtype: torch.dtype) -> Tenso
         return statistics.to(torch.float32).to(dtype) if dtype != torch.float64 else statistics.to(dtype)
     low, high = statistics.unbind(dim=-2)
     return torch.stack((_toward(low, dtype, -math.inf), _toward(high, dtype, math.inf)), dim=-2)
+
+
+LEAST_SCALE = 2.0**-100
+"""Of int8 statistics: no smaller scale is stored, so none is denormal or zero."""
+
+
+def quantise_statistics(statistics: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """``statistics`` fp32 [..., M, D] as int8 codes [..., M, D] and one fp32 scale [..., M] per vector.
+
+    ``code * scale`` (in fp32) is nearest to the value for estimates; for bounds it lies on the value or outside of it. A vector
+    that isn't finite has a scale that isn't, and codes 0: its product is NaN, and its page unbounded.
+    """
+    statistics = statistics.to(torch.float32)
+    # The factor outweighs the roundings of the division and of a product with 127, so the largest value has a code.
+    scale = (statistics.abs().amax(dim=-1) / 127.0 * (1.0 + 2.0**-22)).clamp_min(LEAST_SCALE)
+    wide = scale[..., None]
+    steps = statistics / wide
+    if SUMMARIES[kind].directed:
+        low, high = steps.unbind(dim=-2)
+        codes = torch.stack((low.floor(), high.ceil()), dim=-2)
+        back = codes * wide
+        inside = torch.stack((back[..., 0, :] > statistics[..., 0, :], back[..., 1, :] < statistics[..., 1, :]), dim=-2)
+        outward = torch.tensor([-1.0, 1.0], device=statistics.device)[:, None]
+        codes = torch.where(inside, codes + outward, codes)
+    else:
+        codes = steps.round()
+    return torch.where(wide.isfinite(), codes, 0.0).to(torch.int8), scale
+
+
+def dequantise_statistics(codes: Tensor, scale: Tensor) -> Tensor:
+    """The fp32 statistics [..., M, D] that ``codes`` and ``scale`` [..., M] stand for."""
+    return codes.float() * scale[..., None]
