@@ -7,80 +7,25 @@ tensors hold (page ids, lengths, scales) is looked at by :mod:`tsattn.contents`,
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from tsattn.checks_tensor import (
+    FLOAT_DTYPES,
+    INDEX_DTYPES,
+    channels_contiguous,
+    head_dim,
+    no_gradient,
+    number,
+    same_device,
+    shape,
+    tensor,
+    writable,
+)
 from tsattn.quantisation import QUANTISED_DTYPES
 from tsattn.selection import PageSelection
 from tsattn.summaries import GROUP_REDUCTIONS, SUMMARIES
-
-FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-INDEX_DTYPES = (torch.int32, torch.int64)
-MAX_HEAD_DIM = 256
-
-
-def _tensor(name: str, value: object, ndim: int, dtypes: Sequence[torch.dtype], shape: str) -> Tensor:
-    if not isinstance(value, Tensor):
-        raise TypeError(f"{name} must be a tensor {shape}, got {type(value).__name__}")
-    if value.dim() != ndim:
-        raise ValueError(f"{name} must have shape {shape}, got {tuple(value.shape)}")
-    if value.dtype not in dtypes:
-        wanted = ", ".join(str(d).removeprefix("torch.") for d in dtypes)
-        raise TypeError(f"{name} must have dtype {wanted}, got {str(value.dtype).removeprefix('torch.')}")
-    return value
-
-
-def _shape(name: str, value: Tensor, wanted: Sequence[int], letters: str) -> None:
-    if tuple(value.shape) != tuple(wanted):
-        raise ValueError(f"{name} must have shape {letters} = {list(wanted)}, got {list(value.shape)}")
-
-
-def _same_device(named: Mapping[str, Tensor | None]) -> None:
-    first_name, first = next((n, t) for n, t in named.items() if t is not None)
-    for name, value in named.items():
-        if value is not None and value.device != first.device:
-            raise ValueError(f"all tensors must be on one device: {first_name} is on {first.device}, {name} on {value.device}")
-
-
-def _no_gradient(named: Mapping[str, Tensor | None]) -> None:
-    if torch.is_grad_enabled():
-        for name, value in named.items():
-            if value is not None and value.requires_grad:
-                raise ValueError(f"{name} requires a gradient, but this op has no backward: call it under torch.no_grad()")
-
-
-def _channels_contiguous(name: str, value: Tensor) -> None:
-    if value.numel() and value.shape[-1] > 1 and value.stride(-1) != 1:
-        raise ValueError(f"{name} must have contiguous channels (last stride 1), got strides {value.stride()}")
-
-
-def _overlaps_itself(value: Tensor) -> bool:
-    """Whether two elements may share memory: a dimension steps no further than the smaller ones reach."""
-    steps = [(s, n) for s, n in zip(value.stride(), value.shape, strict=True) if n > 1]
-    if torch.compiler.is_compiling():  # sorting symbolic strides would pin them
-        return any(s == 0 for s, _ in steps)
-    steps.sort()
-    return any(s <= sum(t * (n - 1) for t, n in steps[:i]) for i, (s, _) in enumerate(steps))
-
-
-def writable(named: Mapping[str, Tensor | None]) -> None:
-    """Refuse outputs that overlap themselves."""
-    for name, value in named.items():
-        if value is not None and value.numel() and _overlaps_itself(value):
-            raise ValueError(f"{name} is written to and must not overlap itself, got strides {value.stride()}")
-
-
-def _number(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name} must be a number, got {value!r}")
-    return value
-
-
-def _head_dim(name: str, dim: int) -> None:
-    if not 1 <= dim <= MAX_HEAD_DIM:
-        raise ValueError(f"{name} must have a head dim of 1 to {MAX_HEAD_DIM}, got {dim}")
 
 
 def kind_of(kind: str) -> None:
@@ -98,9 +43,9 @@ def page_size_of(page_size: int) -> None:
 
 
 def _query(q: Tensor, heads_kv: int) -> None:
-    _tensor("q", q, 3, FLOAT_DTYPES, "[R, HQ, D]")
-    _channels_contiguous("q", q)
-    _head_dim("q", q.shape[2])
+    tensor("q", q, 3, FLOAT_DTYPES, "[R, HQ, D]")
+    channels_contiguous("q", q)
+    head_dim("q", q.shape[2])
     if heads_kv < 1:
         raise ValueError(f"the cache must have at least one KV head, got {heads_kv}")
     if q.shape[1] < 1 or q.shape[1] % heads_kv:
@@ -108,9 +53,9 @@ def _query(q: Tensor, heads_kv: int) -> None:
 
 
 def _cache(name: str, cache: Tensor) -> None:
-    _tensor(name, cache, 4, FLOAT_DTYPES + QUANTISED_DTYPES, "[num_pages, S, HKV, D]")
-    _channels_contiguous(name, cache)
-    _head_dim(name, cache.shape[3])
+    tensor(name, cache, 4, FLOAT_DTYPES + QUANTISED_DTYPES, "[num_pages, S, HKV, D]")
+    channels_contiguous(name, cache)
+    head_dim(name, cache.shape[3])
     if cache.shape[1] < 1:
         raise ValueError(f"{name} must have at least one slot per page, got shape {list(cache.shape)}")
 
@@ -118,17 +63,17 @@ def _cache(name: str, cache: Tensor) -> None:
 def _caches(k_cache: Tensor, v_cache: Tensor) -> None:
     _cache("k_cache", k_cache)
     _cache("v_cache", v_cache)
-    _shape("v_cache", v_cache, k_cache.shape, "of k_cache [num_pages, S, HKV, D]")
+    shape("v_cache", v_cache, k_cache.shape, "of k_cache [num_pages, S, HKV, D]")
     if v_cache.dtype != k_cache.dtype:
         raise TypeError(f"v_cache must have k_cache's dtype {k_cache.dtype}, got {v_cache.dtype}")
 
 
 def _statistics(page_stats: Tensor, kind: str | None, num_pages: int | None, heads_kv: int | None, dim: int) -> None:
-    _tensor("page_stats", page_stats, 4, FLOAT_DTYPES, "[num_pages, HKV, M, D]")
+    tensor("page_stats", page_stats, 4, FLOAT_DTYPES, "[num_pages, HKV, M, D]")
     m = page_stats.shape[2]
     pages = page_stats.shape[0] if num_pages is None else num_pages
     heads = page_stats.shape[1] if heads_kv is None else heads_kv
-    _shape("page_stats", page_stats, (pages, heads, m, dim), "[num_pages, HKV, M, D]")
+    shape("page_stats", page_stats, (pages, heads, m, dim), "[num_pages, HKV, M, D]")
     if kind is not None and m not in SUMMARIES[kind].parts_choices:
         raise ValueError(f"page_stats must have M in {SUMMARIES[kind].parts_choices} for kind {kind!r}, got M = {m}")
     if page_stats.numel() and (page_stats.stride(3) != 1 or (m > 1 and page_stats.stride(2) != dim)):
@@ -136,18 +81,18 @@ def _statistics(page_stats: Tensor, kind: str | None, num_pages: int | None, hea
 
 
 def _table(page_table: Tensor, seq_lens: Tensor, rows: int | None) -> None:
-    _tensor("page_table", page_table, 2, INDEX_DTYPES, "[R, N]")
-    _tensor("seq_lens", seq_lens, 1, INDEX_DTYPES, "[R]")
+    tensor("page_table", page_table, 2, INDEX_DTYPES, "[R, N]")
+    tensor("seq_lens", seq_lens, 1, INDEX_DTYPES, "[R]")
     wanted = page_table.shape[0] if rows is None else rows
-    _shape("page_table", page_table, (wanted, page_table.shape[1]), "[R, N]")
-    _shape("seq_lens", seq_lens, (wanted,), "[R]")
+    shape("page_table", page_table, (wanted, page_table.shape[1]), "[R, N]")
+    shape("seq_lens", seq_lens, (wanted,), "[R]")
 
 
 def softmax_scale_of(softmax_scale: float | None, dim: int) -> float:
     """The scale given, or 1/sqrt(D) of the true head dim."""
     if softmax_scale is None:
         return 1.0 / math.sqrt(dim)
-    scale = _number("softmax_scale", softmax_scale)
+    scale = number("softmax_scale", softmax_scale)
     if not 0 <= scale < math.inf:
         raise ValueError(f"softmax_scale must be finite and >= 0, got {softmax_scale!r}")
     return scale
@@ -163,7 +108,7 @@ def scale_of(name: str, scale: float | Tensor | None, cache: Tensor) -> Tensor |
         raise ValueError(f"{name} belongs to an int8 or float8_e4m3fn cache, but the cache is {cache.dtype}")
     heads_kv = cache.shape[2]
     if isinstance(scale, Tensor):
-        _no_gradient({name: scale})
+        no_gradient({name: scale})
         if scale.dtype != torch.float32:
             raise TypeError(f"{name} must be a float or an fp32 tensor, got {scale.dtype}")
         if scale.dim() > 1 or (scale.dim() == 1 and scale.shape[0] not in (1, heads_kv)):
@@ -183,17 +128,17 @@ def append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, page_stats: T
     kind_of(kind)
     _caches(k_cache, v_cache)
     num_pages, _, heads_kv, dim = k_cache.shape
-    _tensor("slot_mapping", slots, 1, INDEX_DTYPES, "[T]")
+    tensor("slot_mapping", slots, 1, INDEX_DTYPES, "[T]")
     for name, new in (("k", k), ("v", v)):
-        _tensor(name, new, 3, FLOAT_DTYPES, "[T, HKV, D]")
-        _shape(name, new, (slots.shape[0], heads_kv, dim), "[T, HKV, D]")
-        _channels_contiguous(name, new)
+        tensor(name, new, 3, FLOAT_DTYPES, "[T, HKV, D]")
+        shape(name, new, (slots.shape[0], heads_kv, dim), "[T, HKV, D]")
+        channels_contiguous(name, new)
         if k_cache.dtype not in QUANTISED_DTYPES and new.dtype != k_cache.dtype:
             raise TypeError(f"{name} must have the cache's dtype {k_cache.dtype}, got {new.dtype}")
     _statistics(page_stats, kind, num_pages, heads_kv, dim)
     tensors = {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "page_stats": page_stats, "slot_mapping": slots}
-    _same_device(tensors)
-    _no_gradient(tensors)
+    same_device(tensors)
+    no_gradient(tensors)
     writable({"k_cache": k_cache, "v_cache": v_cache, "page_stats": page_stats})
 
 
@@ -205,8 +150,8 @@ def rebuild(k_cache: Tensor, page_stats: Tensor, page_table: Tensor, seq_lens: T
     _statistics(page_stats, kind, num_pages, heads_kv, dim)
     _table(page_table, seq_lens, None)
     tensors = {"k_cache": k_cache, "page_stats": page_stats, "page_table": page_table, "seq_lens": seq_lens}
-    _same_device(tensors)
-    _no_gradient(tensors)
+    same_device(tensors)
+    no_gradient(tensors)
     writable({"page_stats": page_stats})
 
 
@@ -227,26 +172,26 @@ def score(
     kind_of(kind)
     if group_reduce not in GROUP_REDUCTIONS:
         raise ValueError(f"group_reduce must be one of {GROUP_REDUCTIONS}, got {group_reduce!r}")
-    _tensor("page_stats", page_stats, 4, FLOAT_DTYPES, "[num_pages, HKV, M, D]")
+    tensor("page_stats", page_stats, 4, FLOAT_DTYPES, "[num_pages, HKV, M, D]")
     heads_kv = page_stats.shape[1]
     _query(q, heads_kv)
     _statistics(page_stats, kind, None, None, q.shape[2])
     _table(page_table, seq_lens, q.shape[0])
     box: Tensor | None = None
     if isinstance(box_scale, Tensor):
-        box = _tensor("box_scale", box_scale, 1, (torch.float32,), "[HKV]")
-        _shape("box_scale", box, (heads_kv,), "[HKV]")
+        box = tensor("box_scale", box_scale, 1, (torch.float32,), "[HKV]")
+        shape("box_scale", box, (heads_kv,), "[HKV]")
     elif isinstance(box_scale, bool) or not isinstance(box_scale, int | float):
         raise TypeError(f"box_scale must be a float or an fp32 tensor [HKV], got {box_scale!r}")
     elif not 0 <= box_scale < math.inf:
         raise ValueError(f"box_scale must be finite and >= 0, got {box_scale!r}")
     if out is not None:
         heads = q.shape[1] if group_reduce == "none" else heads_kv
-        _tensor("out", out, 3, (torch.float32,), "[R, H, N]")
-        _shape("out", out, (q.shape[0], heads, page_table.shape[1]), "[R, H, N]")
+        tensor("out", out, 3, (torch.float32,), "[R, H, N]")
+        shape("out", out, (q.shape[0], heads, page_table.shape[1]), "[R, H, N]")
     tensors = {"q": q, "page_stats": page_stats, "page_table": page_table, "seq_lens": seq_lens, "box_scale": box, "out": out}
-    _same_device(tensors)
-    _no_gradient(tensors)
+    same_device(tensors)
+    no_gradient(tensors)
     writable({"out": out})
 
 
@@ -263,18 +208,18 @@ def select(
 ) -> None:
     """Shapes, dtypes and devices of :func:`tsattn.select_pages`."""
     page_size_of(page_size)
-    _tensor("scores", scores, 3, (torch.float32,), "[R, H, N]")
+    tensor("scores", scores, 3, (torch.float32,), "[R, H, N]")
     rows, heads, _ = scores.shape
-    _tensor("seq_lens", seq_lens, 1, INDEX_DTYPES, "[R]")
-    _shape("seq_lens", seq_lens, (rows,), "[R]")
+    tensor("seq_lens", seq_lens, 1, INDEX_DTYPES, "[R]")
+    shape("seq_lens", seq_lens, (rows,), "[R]")
     for name, value in (("sink_pages", sink_pages), ("recent_pages", recent_pages)):
         if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(f"{name} must be an int, got {value!r}")
         if value < 0:
             raise ValueError(f"{name} must be at least 0, got {value}")
     if isinstance(budget, Tensor):
-        _tensor("budget", budget, 1, INDEX_DTYPES, "[R]")
-        _shape("budget", budget, (rows,), "[R]")
+        tensor("budget", budget, 1, INDEX_DTYPES, "[R]")
+        shape("budget", budget, (rows,), "[R]")
     elif budget is not None:
         if isinstance(budget, bool) or not isinstance(budget, int):
             raise TypeError(f"budget must be an int, an int32 tensor [R] or None, got {budget!r}")
@@ -284,7 +229,7 @@ def select(
         raise ValueError(f"top_p must be in (0, 1], got {top_p!r}")
     if out is not None:
         selection("out", out, rows, heads)
-    _same_device(
+    same_device(
         {
             "scores": scores,
             "seq_lens": seq_lens,
@@ -293,7 +238,7 @@ def select(
             "out.page_counts": None if out is None else out.page_counts,
         }
     )
-    _no_gradient({"scores": scores})
+    no_gradient({"scores": scores})
     writable({} if out is None else {"out.page_ids": out.page_ids, "out.page_counts": out.page_counts})
 
 
@@ -307,11 +252,11 @@ def selection(name: str, chosen: PageSelection, rows: int, heads: int | None) ->
     """Shapes and dtypes of a selection; ``heads`` None leaves the number of list heads open."""
     selection_of(name, chosen)
     ids, counts = chosen
-    _tensor(f"{name}.page_ids", ids, 3, (torch.int32,), "[R, H, K]")
-    _tensor(f"{name}.page_counts", counts, 2, (torch.int32,), "[R, H]")
+    tensor(f"{name}.page_ids", ids, 3, (torch.int32,), "[R, H, K]")
+    tensor(f"{name}.page_counts", counts, 2, (torch.int32,), "[R, H]")
     wanted = ids.shape[1] if heads is None else heads
-    _shape(f"{name}.page_ids", ids, (rows, wanted, ids.shape[2]), "[R, H, K]")
-    _shape(f"{name}.page_counts", counts, (rows, wanted), "[R, H]")
+    shape(f"{name}.page_ids", ids, (rows, wanted, ids.shape[2]), "[R, H, K]")
+    shape(f"{name}.page_counts", counts, (rows, wanted), "[R, H]")
 
 
 def attend(
@@ -343,18 +288,18 @@ def attend(
             raise ValueError(
                 f"selection must have one list per KV head ({heads_kv}) or per query head ({heads_q}), got {chosen[0].shape[1]}"
             )
-    if not 0 <= _number("softcap", softcap) < math.inf:
+    if not 0 <= number("softcap", softcap) < math.inf:
         raise ValueError(f"softcap must be finite and >= 0 (0: none), got {softcap!r}")
     if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
         raise ValueError(f"window must be None or an int >= 1, got {window!r}")
     if sinks is not None:
-        _tensor("sinks", sinks, 1, FLOAT_DTYPES, "[HQ]")
-        _shape("sinks", sinks, (heads_q,), "[HQ]")
+        tensor("sinks", sinks, 1, FLOAT_DTYPES, "[HQ]")
+        shape("sinks", sinks, (heads_q,), "[HQ]")
     if out is not None:
-        _tensor("out", out, 3, (q.dtype,), "[R, HQ, D]")
-        _shape("out", out, q.shape, "[R, HQ, D]")
-        _channels_contiguous("out", out)
-    _same_device(
+        tensor("out", out, 3, (q.dtype,), "[R, HQ, D]")
+        shape("out", out, q.shape, "[R, HQ, D]")
+        channels_contiguous("out", out)
+    same_device(
         {
             "q": q,
             "k_cache": k_cache,
@@ -367,7 +312,7 @@ def attend(
             "out": out,
         }
     )
-    _no_gradient({"q": q, "k_cache": k_cache, "v_cache": v_cache, "sinks": sinks, "out": out})
+    no_gradient({"q": q, "k_cache": k_cache, "v_cache": v_cache, "sinks": sinks, "out": out})
     writable({"out": out})
 
 
@@ -378,22 +323,22 @@ def decode(k_cache: Tensor, page_stats: Tensor, page_size: int, kind: str, vecto
     if cache_page_size != page_size:
         raise ValueError(f"config.page_size is {page_size}, but k_cache has pages of {cache_page_size} tokens")
     _statistics(page_stats, kind, num_pages, heads_kv, dim)
-    _same_device({"k_cache": k_cache, "page_stats": page_stats})
-    _no_gradient({"page_stats": page_stats})
+    same_device({"k_cache": k_cache, "page_stats": page_stats})
+    no_gradient({"page_stats": page_stats})
     if page_stats.shape[2] != vectors:
         raise ValueError(f"config stores {vectors} vectors per page, but page_stats has M = {page_stats.shape[2]}")
 
 
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, out: Tensor | None, lse: Tensor | None) -> None:
     """Shapes, dtypes and devices of :func:`tsattn.merge_states`."""
-    _tensor("out_a", out_a, 3, FLOAT_DTYPES, "[R, HQ, D]")
+    tensor("out_a", out_a, 3, FLOAT_DTYPES, "[R, HQ, D]")
     outs = {"out_a": out_a, "out_b": out_b} | ({} if out is None else {"out": out})
     lses = {"lse_a": lse_a, "lse_b": lse_b} | ({} if lse is None else {"lse": lse})
     for name, value in outs.items():
-        _shape(name, _tensor(name, value, 3, (out_a.dtype,), "[R, HQ, D]"), out_a.shape, "[R, HQ, D]")
-        _channels_contiguous(name, value)
+        shape(name, tensor(name, value, 3, (out_a.dtype,), "[R, HQ, D]"), out_a.shape, "[R, HQ, D]")
+        channels_contiguous(name, value)
     for name, value in lses.items():
-        _shape(name, _tensor(name, value, 2, (torch.float32,), "[R, HQ]"), out_a.shape[:2], "[R, HQ]")
-    _same_device(outs | lses)
-    _no_gradient(outs | lses)
+        shape(name, tensor(name, value, 2, (torch.float32,), "[R, HQ]"), out_a.shape[:2], "[R, HQ]")
+    same_device(outs | lses)
+    no_gradient(outs | lses)
     writable({"out": out, "lse": lse})

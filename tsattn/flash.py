@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tsattn import checks, contents
+from tsattn.checks_tensor import INDEX_DTYPES, no_gradient, writable
 from tsattn.config import SparseConfig, check_config
 from tsattn.decode import check_plan, sparse_decode
 from tsattn.dispatch import choose_impl
@@ -57,7 +58,7 @@ def _paged(cache: Tensor, block_table: Tensor | None, page_size: int, name: str)
 def _lengths(cache_seqlens: int | Tensor, batch: int, device: torch.device) -> Tensor:
     """Tokens in the cache per sequence, [B]."""
     if isinstance(cache_seqlens, Tensor):
-        if cache_seqlens.dtype not in checks.INDEX_DTYPES:
+        if cache_seqlens.dtype not in INDEX_DTYPES:
             raise TypeError(f"cache_seqlens must be an int or have dtype int32, int64, got {cache_seqlens.dtype}")
         if tuple(cache_seqlens.shape) != (batch,):
             raise ValueError(f"cache_seqlens must have shape [B] = [{batch}], got {list(cache_seqlens.shape)}")
@@ -223,16 +224,15 @@ def sparse_attn_with_kvcache(
         )
     elif block_table.dim() != 2 or block_table.shape[0] != batch:
         raise ValueError(f"block_table must have shape [B, N] with B = {batch}, got {list(block_table.shape)}")
-    elif block_table.dtype not in checks.INDEX_DTYPES:
+    elif block_table.dtype not in INDEX_DTYPES:
         raise TypeError(f"block_table must have dtype int32, int64, got {block_table.dtype}")
     if out is not None:
         if out.shape != q.shape or out.dtype != q.dtype:
             raise ValueError(f"out must have q's shape {list(q.shape)} and dtype {q.dtype}, got {list(out.shape)}, {out.dtype}")
         if out.device != q.device:
             raise ValueError(f"out must be on q's device {q.device}, got {out.device}")
-        if torch.is_grad_enabled() and out.requires_grad:
-            raise ValueError("out requires a gradient, but this op has no backward: call it under torch.no_grad()")
-        checks.writable({"out": out})
+        no_gradient({"out": out})
+        writable({"out": out})
     before = _lengths(cache_seqlens, batch, q.device)
     count = _new_tokens(k, v, batch)
     total = before + count

@@ -5,20 +5,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tsattn import checks
+from tsattn.checks import page_size_of
+from tsattn.checks_tensor import FLOAT_DTYPES, MAX_HEAD_DIM
 from tsattn.quantisation import QUANTISED_DTYPES
 
 
 def check_sizes(num_pages: int, page_size: int, num_kv_heads: int, head_dim: int) -> None:
     """Refuse sizes that no pool can have. Zero pages are legal: such a pool is enlarged later."""
-    checks.page_size_of(page_size)
+    page_size_of(page_size)
     for name, value, least in (("num_pages", num_pages, 0), ("num_kv_heads", num_kv_heads, 1), ("head_dim", head_dim, 1)):
         if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(f"{name} must be an int, got {value!r}")
         if value < least:
             raise ValueError(f"{name} must be at least {least}, got {value}")
-    if head_dim > checks.MAX_HEAD_DIM:
-        raise ValueError(f"head_dim must be at most {checks.MAX_HEAD_DIM}, got {head_dim}")
+    if head_dim > MAX_HEAD_DIM:
+        raise ValueError(f"head_dim must be at most {MAX_HEAD_DIM}, got {head_dim}")
 
 
 def storage_dtypes(
@@ -27,11 +28,11 @@ def storage_dtypes(
     """Dtypes that keys and values, and their statistics, are stored in."""
     storage = dtype if kv_dtype is None else kv_dtype
     stats_dtype = dtype if stats_dtype is None else stats_dtype
-    if dtype not in checks.FLOAT_DTYPES:
+    if dtype not in FLOAT_DTYPES:
         raise ValueError(f"dtype must be float32, float16 or bfloat16, got {dtype}")
     if storage != dtype and storage not in QUANTISED_DTYPES:
         raise ValueError(f"kv_dtype must be dtype itself, int8 or float8_e4m3fn, got {kv_dtype}")
-    if stats_dtype not in checks.FLOAT_DTYPES:
+    if stats_dtype not in FLOAT_DTYPES:
         raise ValueError(f"stats_dtype must be float32, float16 or bfloat16, got {stats_dtype}")
     return storage, stats_dtype
 
