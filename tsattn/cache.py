@@ -33,7 +33,7 @@ class PagedKVCache(DecodeMethods):
     kv_dtype : torch.dtype, optional
         Storage of keys and values, int8 or float8_e4m3fn; default ``dtype``.
     stats_dtype : torch.dtype, optional
-        Storage of the statistics; default ``dtype``.
+        Storage of the statistics; default ``dtype``. int8 keeps a scale per vector, ``page_stats_scale``.
     kind, parts
         The page summary, as in :class:`tsattn.SparseConfig`; :meth:`from_config` takes them from one.
     k_scale, v_scale : float or torch.Tensor, optional
@@ -49,6 +49,8 @@ class PagedKVCache(DecodeMethods):
         follow each other are one [tokens, D] matrix per head.
     page_stats : torch.Tensor
         [num_pages, HKV, M, D]; a view of [HKV, num_pages, M, D] storage.
+    page_stats_scale : torch.Tensor or None
+        [num_pages, HKV, M] fp32 of int8 statistics, stored like them; None for others.
 
     Notes
     -----
@@ -104,6 +106,9 @@ class PagedKVCache(DecodeMethods):
         self.v_cache = pool.new_blocks(*sizes, dtype=storage, device=device)
         sizes = num_pages, num_kv_heads, num_vectors(kind, parts), head_dim
         self.page_stats = pool.new_statistics(*sizes, dtype=stats_dtype, device=device)
+        self.page_stats_scale = None
+        if stats_dtype == torch.int8:
+            self.page_stats_scale = pool.new_statistics(*sizes[:-1], dtype=torch.float32, device=device)
         self.k_scale = checks.scale_of("k_scale", k_scale, self.k_cache)
         self.v_scale = checks.scale_of("v_scale", v_scale, self.v_cache)
         self._book = PageBook(num_pages, page_size)
@@ -171,8 +176,7 @@ class PagedKVCache(DecodeMethods):
     @property
     def nbytes(self) -> int:
         """Bytes of keys, values and statistics together."""
-        tensors = (self.k_cache, self.v_cache, self.page_stats)
-        return sum(t.numel() * t.element_size() for t in tensors)
+        return sum(t.numel() * t.element_size() for t in self._tensors())
 
     def length(self, seq: int) -> int:
         """Tokens of a sequence."""
@@ -229,6 +233,7 @@ class PagedKVCache(DecodeMethods):
                 self.page_stats,
                 slots,
                 kind=self.kind,
+                page_stats_scale=self.page_stats_scale,
                 k_scale=self.k_scale,
                 v_scale=self.v_scale,
                 impl=self.impl,
@@ -266,6 +271,7 @@ class PagedKVCache(DecodeMethods):
                 torch.tensor([[pages[-1]]], dtype=torch.int32, device=device),
                 torch.tensor([tail], dtype=torch.int32, device=device),
                 kind=self.kind,
+                page_stats_scale=self.page_stats_scale,
                 k_scale=self.k_scale,
                 impl=self.impl,
             )
@@ -287,16 +293,11 @@ class PagedKVCache(DecodeMethods):
             raise TypeError(f"num_pages must be an int, got {num_pages!r}")
         if num_pages < old:
             raise ValueError(f"num_pages must be at least the {old} pages of the pool, got {num_pages}")
-        larger = []
-        for tensor, new in (
-            (self.k_cache, pool.new_blocks),
-            (self.v_cache, pool.new_blocks),
-            (self.page_stats, pool.new_statistics),
-        ):
-            _, *shape = tensor.shape
-            larger.append(new(num_pages, *shape, dtype=tensor.dtype, device=tensor.device))
-            larger[-1][:old] = tensor
-        self.k_cache, self.v_cache, self.page_stats = larger
+        blocks = [pool.enlarged(cache, num_pages, pool.new_blocks) for cache in (self.k_cache, self.v_cache)]
+        statistics = pool.enlarged(self.page_stats, num_pages, pool.new_statistics)
+        if self.page_stats_scale is not None:
+            self.page_stats_scale = pool.enlarged(self.page_stats_scale, num_pages, pool.new_statistics)
+        (self.k_cache, self.v_cache), self.page_stats = blocks, statistics
         self._book.grow(num_pages)
 
     def tables(self, seqs: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -337,7 +338,12 @@ class PagedKVCache(DecodeMethods):
                 slots[row, :count] = held[positions // self.page_size - first] * self.page_size + positions % self.page_size
         return slots.flatten().to(self.k_cache.device)
 
+    def _tensors(self) -> list[Tensor]:
+        """All that a page owns."""
+        scale = [] if self.page_stats_scale is None else [self.page_stats_scale]
+        return [self.k_cache, self.v_cache, self.page_stats, *scale]
+
     def _copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
         for old, new in copies:
-            for tensor in (self.k_cache, self.v_cache, self.page_stats):
+            for tensor in self._tensors():
                 tensor[new] = tensor[old]

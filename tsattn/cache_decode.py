@@ -21,6 +21,7 @@ class DecodeMethods(ABC):
     k_cache: Tensor
     v_cache: Tensor
     page_stats: Tensor
+    page_stats_scale: Tensor | None
     k_scale: Tensor | None
     v_scale: Tensor | None
 
@@ -74,6 +75,7 @@ class DecodeMethods(ABC):
             self.page_stats,
             *paged,
             config=config,
+            page_stats_scale=self.page_stats_scale,
             softmax_scale=softmax_scale,
             softcap=softcap,
             sinks=sinks,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tsattn.selection import PageSelection
+from tsattn.summaries import dequantise_statistics
 
 PAGES_AT_ONCE = 512
 """Pages whose statistics are held in fp64 at one time."""
@@ -39,12 +40,13 @@ def unread_mass_bound(
     lse: Tensor,
     page_size: int,
     softmax_scale: float,
+    page_stats_scale: Tensor | None = None,
 ) -> Tensor:
     """Upper bound [R, HQ] fp32 on the dense attention mass of the pages that are not in the lists.
 
     Parameters
     ----------
-    q, page_stats, page_table, seq_lens
+    q, page_stats, page_stats_scale, page_table, seq_lens
         As in :func:`tsattn.score_pages`, with statistics of kind "minmax".
     selection : PageSelection
         What was read.
@@ -71,7 +73,10 @@ def unread_mass_bound(
         pages = torch.arange(start, min(width, start + PAGES_AT_ONCE), device=q.device)
         tokens = (lengths - pages * page_size).clamp(0, page_size)  # [R, n]
         physical = torch.where(tokens > 0, page_table[:, pages].long(), 0).clamp(0, num_pages - 1)
-        stats = torch.where((tokens > 0)[..., None, None, None], page_stats[physical].double(), 0.0)
+        stats = page_stats[physical]
+        if page_stats_scale is not None:
+            stats = dequantise_statistics(stats, page_stats_scale[physical])
+        stats = torch.where((tokens > 0)[..., None, None, None], stats.double(), 0.0)
         low, high = stats.unbind(dim=3)  # [R, n, HKV, D]
         bound = torch.einsum("rhgd,rnhd->rhgn", low_part, low) + torch.einsum("rhgd,rnhd->rhgn", high_part, high)
         bound = (softmax_scale * bound).nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf).flatten(1, 2)

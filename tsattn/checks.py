@@ -25,7 +25,7 @@ from tsattn.checks_tensor import (
 )
 from tsattn.quantisation import QUANTISED_DTYPES
 from tsattn.selection import PageSelection
-from tsattn.summaries import GROUP_REDUCTIONS, SUMMARIES
+from tsattn.summaries import GROUP_REDUCTIONS, STATS_DTYPES, SUMMARIES
 
 
 def kind_of(kind: str) -> None:
@@ -68,8 +68,10 @@ def _caches(k_cache: Tensor, v_cache: Tensor) -> None:
         raise TypeError(f"v_cache must have k_cache's dtype {k_cache.dtype}, got {v_cache.dtype}")
 
 
-def _statistics(page_stats: Tensor, kind: str | None, num_pages: int | None, heads_kv: int | None, dim: int) -> None:
-    tensor("page_stats", page_stats, 4, FLOAT_DTYPES, "[num_pages, HKV, M, D]")
+def _statistics(
+    page_stats: Tensor, page_stats_scale: Tensor | None, kind: str | None, num_pages: int | None, heads_kv: int | None, dim: int
+) -> None:
+    tensor("page_stats", page_stats, 4, STATS_DTYPES, "[num_pages, HKV, M, D]")
     m = page_stats.shape[2]
     pages = page_stats.shape[0] if num_pages is None else num_pages
     heads = page_stats.shape[1] if heads_kv is None else heads_kv
@@ -78,6 +80,20 @@ def _statistics(page_stats: Tensor, kind: str | None, num_pages: int | None, hea
         raise ValueError(f"page_stats must have M in {SUMMARIES[kind].parts_choices} for kind {kind!r}, got M = {m}")
     if page_stats.numel() and (page_stats.stride(3) != 1 or (m > 1 and page_stats.stride(2) != dim)):
         raise ValueError(f"page_stats must have contiguous (M, D) rows, got strides {page_stats.stride()}")
+    _statistics_scale(page_stats, page_stats_scale)
+
+
+def _statistics_scale(page_stats: Tensor, scale: Tensor | None) -> None:
+    if page_stats.dtype != torch.int8:
+        if scale is not None:
+            raise ValueError(f"page_stats_scale belongs to int8 page_stats, but page_stats is {page_stats.dtype}")
+        return
+    if scale is None:
+        raise ValueError("page_stats_scale is needed for int8 page_stats")
+    tensor("page_stats_scale", scale, 3, (torch.float32,), "[num_pages, HKV, M]")
+    shape("page_stats_scale", scale, page_stats.shape[:3], "of page_stats [num_pages, HKV, M]")
+    if scale.numel() and scale.shape[2] > 1 and scale.stride(2) != 1:
+        raise ValueError(f"page_stats_scale must have contiguous M (last stride 1), got strides {scale.stride()}")
 
 
 def _table(page_table: Tensor, seq_lens: Tensor, rows: int | None) -> None:
@@ -123,7 +139,16 @@ def scale_of(name: str, scale: float | Tensor | None, cache: Tensor) -> Tensor |
     return torch.full((), float(scale), dtype=torch.float32, device=cache.device).expand(heads_kv)
 
 
-def append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, page_stats: Tensor, slots: Tensor, kind: str) -> None:
+def append(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_stats: Tensor,
+    page_stats_scale: Tensor | None,
+    slots: Tensor,
+    kind: str,
+) -> None:
     """Shapes, dtypes and devices of :func:`tsattn.append_kv`."""
     kind_of(kind)
     _caches(k_cache, v_cache)
@@ -135,29 +160,34 @@ def append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, page_stats: T
         channels_contiguous(name, new)
         if k_cache.dtype not in QUANTISED_DTYPES and new.dtype != k_cache.dtype:
             raise TypeError(f"{name} must have the cache's dtype {k_cache.dtype}, got {new.dtype}")
-    _statistics(page_stats, kind, num_pages, heads_kv, dim)
-    tensors = {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "page_stats": page_stats, "slot_mapping": slots}
+    _statistics(page_stats, page_stats_scale, kind, num_pages, heads_kv, dim)
+    written = {"k_cache": k_cache, "v_cache": v_cache, "page_stats": page_stats, "page_stats_scale": page_stats_scale}
+    tensors = {"k": k, "v": v, **written, "slot_mapping": slots}
     same_device(tensors)
     no_gradient(tensors)
-    writable({"k_cache": k_cache, "v_cache": v_cache, "page_stats": page_stats})
+    writable(written)
 
 
-def rebuild(k_cache: Tensor, page_stats: Tensor, page_table: Tensor, seq_lens: Tensor, kind: str) -> None:
+def rebuild(
+    k_cache: Tensor, page_stats: Tensor, page_stats_scale: Tensor | None, page_table: Tensor, seq_lens: Tensor, kind: str
+) -> None:
     """Shapes, dtypes and devices of :func:`tsattn.rebuild_page_stats`."""
     kind_of(kind)
     _cache("k_cache", k_cache)
     num_pages, _, heads_kv, dim = k_cache.shape
-    _statistics(page_stats, kind, num_pages, heads_kv, dim)
+    _statistics(page_stats, page_stats_scale, kind, num_pages, heads_kv, dim)
     _table(page_table, seq_lens, None)
-    tensors = {"k_cache": k_cache, "page_stats": page_stats, "page_table": page_table, "seq_lens": seq_lens}
+    written = {"page_stats": page_stats, "page_stats_scale": page_stats_scale}
+    tensors = {"k_cache": k_cache, **written, "page_table": page_table, "seq_lens": seq_lens}
     same_device(tensors)
     no_gradient(tensors)
-    writable({"page_stats": page_stats})
+    writable(written)
 
 
 def score(
     q: Tensor,
     page_stats: Tensor,
+    page_stats_scale: Tensor | None,
     page_table: Tensor,
     seq_lens: Tensor,
     out: Tensor | None,
@@ -172,10 +202,10 @@ def score(
     kind_of(kind)
     if group_reduce not in GROUP_REDUCTIONS:
         raise ValueError(f"group_reduce must be one of {GROUP_REDUCTIONS}, got {group_reduce!r}")
-    tensor("page_stats", page_stats, 4, FLOAT_DTYPES, "[num_pages, HKV, M, D]")
+    tensor("page_stats", page_stats, 4, STATS_DTYPES, "[num_pages, HKV, M, D]")
     heads_kv = page_stats.shape[1]
     _query(q, heads_kv)
-    _statistics(page_stats, kind, None, None, q.shape[2])
+    _statistics(page_stats, page_stats_scale, kind, None, None, q.shape[2])
     _table(page_table, seq_lens, q.shape[0])
     box: Tensor | None = None
     if isinstance(box_scale, Tensor):
@@ -189,7 +219,8 @@ def score(
         heads = q.shape[1] if group_reduce == "none" else heads_kv
         tensor("out", out, 3, (torch.float32,), "[R, H, N]")
         shape("out", out, (q.shape[0], heads, page_table.shape[1]), "[R, H, N]")
-    tensors = {"q": q, "page_stats": page_stats, "page_table": page_table, "seq_lens": seq_lens, "box_scale": box, "out": out}
+    stored = {"page_stats": page_stats, "page_stats_scale": page_stats_scale}
+    tensors = {"q": q, **stored, "page_table": page_table, "seq_lens": seq_lens, "box_scale": box, "out": out}
     same_device(tensors)
     no_gradient(tensors)
     writable({"out": out})
@@ -316,15 +347,18 @@ def attend(
     writable({"out": out})
 
 
-def decode(k_cache: Tensor, page_stats: Tensor, page_size: int, kind: str, vectors: int) -> None:
+def decode(
+    k_cache: Tensor, page_stats: Tensor, page_stats_scale: Tensor | None, page_size: int, kind: str, vectors: int
+) -> None:
     """That cache, statistics and configuration of a sparse decode belong together."""
     _cache("k_cache", k_cache)
     num_pages, cache_page_size, heads_kv, dim = k_cache.shape
     if cache_page_size != page_size:
         raise ValueError(f"config.page_size is {page_size}, but k_cache has pages of {cache_page_size} tokens")
-    _statistics(page_stats, kind, num_pages, heads_kv, dim)
-    same_device({"k_cache": k_cache, "page_stats": page_stats})
-    no_gradient({"page_stats": page_stats})
+    _statistics(page_stats, page_stats_scale, kind, num_pages, heads_kv, dim)
+    stored = {"page_stats": page_stats, "page_stats_scale": page_stats_scale}
+    same_device({"k_cache": k_cache, **stored})
+    no_gradient(stored)
     if page_stats.shape[2] != vectors:
         raise ValueError(f"config stores {vectors} vectors per page, but page_stats has M = {page_stats.shape[2]}")
 

@@ -9,7 +9,7 @@ from typing import Any, SupportsIndex
 
 import torch
 
-from tsattn.summaries import GROUP_REDUCTIONS, KINDS, num_vectors
+from tsattn.summaries import GROUP_REDUCTIONS, KINDS, STATS_DTYPES, num_vectors
 
 PLANS = ("auto", "separate", "two", "ticket", "row")
 
@@ -42,7 +42,8 @@ class SparseConfig:
         How the query heads of one KV head share a list of pages, see :func:`tsattn.score_pages`; ``"none"`` selects per query
         head.
     stats_dtype : torch.dtype or None
-        Storage of the page statistics; None is the dtype of the keys.
+        Storage of the page statistics; None is the dtype of the keys. ``torch.int8`` keeps codes with one fp32 scale per
+        vector.
     min_seq_len : int
         Rows shorter than this keep all their pages.
     dense_layers : tuple of int
@@ -116,8 +117,10 @@ class SparseConfig:
             raise TypeError(f"SparseConfig.box_scale must be a float, got {self.box_scale!r}")
         if not 0.0 <= self.box_scale <= 1.0e6:
             raise ValueError(f"SparseConfig.box_scale must be a finite number >= 0, got {self.box_scale!r}")
-        if self.stats_dtype not in (None, torch.float32, torch.float16, torch.bfloat16):
-            raise ValueError(f"SparseConfig.stats_dtype must be None, float32, float16 or bfloat16, got {self.stats_dtype!r}")
+        if self.stats_dtype not in (None, *STATS_DTYPES):
+            raise ValueError(
+                f"SparseConfig.stats_dtype must be None, float32, float16, bfloat16 or int8, got {self.stats_dtype!r}"
+            )
         object.__setattr__(self, "dense_layers", _layers("dense_layers", self.dense_layers))
         object.__setattr__(self, "shared_layers", tuple(_layers("shared_layers", group) for group in self.shared_layers))
         self._check_groups()

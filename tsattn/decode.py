@@ -39,6 +39,7 @@ def check_step(
     k_cache: Tensor,
     v_cache: Tensor,
     page_stats: Tensor,
+    page_stats_scale: Tensor | None,
     page_table: Tensor,
     seq_lens: Tensor,
     config: SparseConfig,
@@ -49,7 +50,7 @@ def check_step(
     """Refuse what a sparse step can't be made of."""
     if not isinstance(config, SparseConfig):
         raise TypeError(f"config must be a SparseConfig, got {type(config).__name__}")
-    checks.decode(k_cache, page_stats, config.page_size, config.kind, config.vectors)
+    checks.decode(k_cache, page_stats, page_stats_scale, config.page_size, config.kind, config.vectors)
     checks.attend(q, k_cache, v_cache, page_table, seq_lens, None, out, softcap=softcap, sinks=sinks, window=None)
 
 
@@ -85,6 +86,7 @@ def sparse_decode(
     seq_lens: Tensor,
     *,
     config: SparseConfig,
+    page_stats_scale: Tensor | None = None,
     softmax_scale: float | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
@@ -108,6 +110,8 @@ def sparse_decode(
         with the same M can't be told apart, and give wrong pages and a false bound. (:meth:`PagedKVCache.sparse_decode` knows.)
     config : SparseConfig
         What to keep.
+    page_stats_scale : torch.Tensor, optional
+        [num_pages, HKV, M] fp32, the scales of int8 statistics.
     return_lse, return_selection, return_bound : bool
         Also return the LSE [R, HQ]; the :class:`PageSelection`; and, with min/max statistics, an upper bound [R, HQ] on the
         attention mass of dense attention that lies on pages that were not read.
@@ -144,7 +148,7 @@ def sparse_decode(
     >>> result.out.shape, result.selection.page_counts.tolist()
     (torch.Size([2, 8, 32]), [[8, 8], [6, 6]])
     """
-    check_step(q, k_cache, v_cache, page_stats, page_table, seq_lens, config, out, softcap, sinks)
+    check_step(q, k_cache, v_cache, page_stats, page_stats_scale, page_table, seq_lens, config, out, softcap, sinks)
     impl = choose_impl(impl, q.device)
     check_plan(config, impl)
     check_workspace(workspace)
@@ -173,6 +177,7 @@ def sparse_decode(
         k_cache,
         v_cache,
         page_stats,
+        page_stats_scale,
         page_table,
         seq_lens,
         budgets_of(config, seq_lens, num_cells * config.page_size, workspace),
@@ -195,5 +200,6 @@ def sparse_decode(
     )
     bound = None
     if return_bound:
-        bound = unread_mass_bound(asked, page_stats, page_table, seq_lens, selection, lse, config.page_size, scale)
+        read = selection, lse, config.page_size, scale
+        bound = unread_mass_bound(asked, page_stats, page_table, seq_lens, *read, page_stats_scale)
     return results_of(out, lse if return_lse else None, selection if return_selection else None, bound)

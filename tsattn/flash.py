@@ -109,6 +109,7 @@ def sparse_attn_with_kvcache(
     v: Tensor | None = None,
     *,
     page_stats: Tensor | None = None,
+    page_stats_scale: Tensor | None = None,
     cache_seqlens: int | Tensor,
     block_table: Tensor | None = None,
     token_budget: int = 1024,
@@ -138,6 +139,8 @@ def sparse_attn_with_kvcache(
         cache holds: for a cache that was filled by other means fill it once with :func:`tsattn.rebuild_page_stats`; zeros
         there choose the wrong pages, without an error. None computes the statistics of all pages in the call and forgets
         them: the same result, but every key is read, so it is right for a first try, not for speed.
+    page_stats_scale : torch.Tensor, optional
+        [num_pages, HKV, M] fp32, the scales of int8 ``page_stats``, kept with them.
     cache_seqlens : int or torch.Tensor
         Tokens in the cache before k and v are appended, one number or [B] int32.
     block_table : torch.Tensor, optional
@@ -241,6 +244,10 @@ def sparse_attn_with_kvcache(
         stats_dtype = config.stats_dtype or q.dtype
         shape = (k_pages.shape[0], k_pages.shape[2], config.vectors, dim)
         page_stats = torch.zeros(shape, dtype=stats_dtype, device=q.device)
+        if page_stats_scale is not None:
+            raise ValueError("page_stats_scale belongs to int8 page_stats, but page_stats is None")
+        if stats_dtype == torch.int8:
+            page_stats_scale = torch.zeros(shape[:-1], dtype=torch.float32, device=q.device)
     rows = q.reshape(batch * queries, heads_q, dim)
     lengths, table = total, block_table
     if queries != 1:
@@ -249,7 +256,7 @@ def sparse_attn_with_kvcache(
         table = block_table.repeat_interleave(queries, dim=0)
     # All that can be wrong is refused here: nothing is appended by a call that fails.
     check_plan(config, choose_impl(impl, q.device))
-    checks.decode(k_pages, page_stats, page_size, config.kind, config.vectors)
+    checks.decode(k_pages, page_stats, page_stats_scale, page_size, config.kind, config.vectors)
     checks.attend(rows, k_pages, v_pages, table, lengths, None, None, softcap=softcap, sinks=None, window=None)
     checks.softmax_scale_of(softmax_scale, dim)
     k_scale, v_scale = checks.scale_of("k_scale", k_scale, k_pages), checks.scale_of("v_scale", v_scale, v_pages)
@@ -263,12 +270,14 @@ def sparse_attn_with_kvcache(
             page_stats,
             _new_slots(block_table, before, count, page_size),
             kind=config.kind,
+            page_stats_scale=page_stats_scale,
             k_scale=k_scale,
             v_scale=v_scale,
             impl=impl,
         )
     if fresh:
-        rebuild_page_stats(k_pages, page_stats, block_table, total, kind=config.kind, k_scale=k_scale, impl=impl)
+        options: dict[str, Any] = {"kind": config.kind, "page_stats_scale": page_stats_scale, "k_scale": k_scale, "impl": impl}
+        rebuild_page_stats(k_pages, page_stats, block_table, total, **options)
     result, lse = sparse_decode(
         rows,
         k_pages,
@@ -277,6 +286,7 @@ def sparse_attn_with_kvcache(
         table,
         lengths,
         config=config,
+        page_stats_scale=page_stats_scale,
         softmax_scale=softmax_scale,
         softcap=softcap,
         k_scale=k_scale,

@@ -52,6 +52,7 @@ def _append_kv(
     k_cache: Tensor,
     v_cache: Tensor,
     page_stats: Tensor,
+    page_stats_scale: Tensor | None,
     slot_mapping: Tensor,
     kind: str,
     k_scale: Tensor | None,
@@ -65,21 +66,31 @@ def _append_kv(
     contents.scale("k_scale", k_scale)
     contents.scale("v_scale", v_scale)
     if k.shape[0]:
-        run(impl, "append", k, v, k_cache, v_cache, page_stats, slot_mapping, kind=kind, k_scale=k_scale, v_scale=v_scale)
+        options: dict[str, Any] = {"kind": kind, "k_scale": k_scale, "v_scale": v_scale, "page_stats_scale": page_stats_scale}
+        run(impl, "append", k, v, k_cache, v_cache, page_stats, slot_mapping, **options)
 
 
 def _rebuild_page_stats(
-    k_cache: Tensor, page_stats: Tensor, page_table: Tensor, seq_lens: Tensor, kind: str, k_scale: Tensor | None, impl: str
+    k_cache: Tensor,
+    page_stats: Tensor,
+    page_stats_scale: Tensor | None,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    kind: str,
+    k_scale: Tensor | None,
+    impl: str,
 ) -> None:
     contents.table(page_table, seq_lens, k_cache.shape[1], k_cache.shape[0])
     contents.scale("k_scale", k_scale)
     if page_table.numel():
-        run(impl, "rebuild", k_cache, page_stats, page_table, seq_lens, kind=kind, k_scale=k_scale)
+        options: dict[str, Any] = {"kind": kind, "k_scale": k_scale, "page_stats_scale": page_stats_scale}
+        run(impl, "rebuild", k_cache, page_stats, page_table, seq_lens, **options)
 
 
 def _score_pages(
     q: Tensor,
     page_stats: Tensor,
+    page_stats_scale: Tensor | None,
     page_table: Tensor,
     seq_lens: Tensor,
     scores: Tensor,
@@ -108,6 +119,7 @@ def _score_pages(
             box_scale=box_scale if box_scale_per_head is None else box_scale_per_head,
             softmax_scale=softmax_scale,
             group_reduce=group_reduce,
+            page_stats_scale=page_stats_scale,
             scratch=Scratch(scratch, q.device),
         )
 
@@ -207,6 +219,7 @@ def _sparse_decode(
     k_cache: Tensor,
     v_cache: Tensor,
     page_stats: Tensor,
+    page_stats_scale: Tensor | None,
     page_table: Tensor,
     seq_lens: Tensor,
     budget: Tensor | None,
@@ -242,6 +255,7 @@ def _sparse_decode(
     step = q, k_cache, v_cache, page_stats, page_table, seq_lens, budget
     written = page_ids, page_counts, out, lse
     options: dict[str, Any] = {
+        "page_stats_scale": page_stats_scale,
         "kind": kind,
         "box_scale": box_scale,
         "group_reduce": group_reduce,
@@ -292,8 +306,8 @@ def _merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, ou
         run(impl, "merge", out_a, lse_a, out_b, lse_b, out, lse)
 
 
-append_kv = _op("append_kv", ("k_cache", "v_cache", "page_stats"))(_append_kv)
-rebuild_page_stats = _op("rebuild_page_stats", ("page_stats",))(_rebuild_page_stats)
+append_kv = _op("append_kv", ("k_cache", "v_cache", "page_stats", "page_stats_scale"))(_append_kv)
+rebuild_page_stats = _op("rebuild_page_stats", ("page_stats", "page_stats_scale"))(_rebuild_page_stats)
 score_pages = _op("score_pages", ("scores", "scratch"))(_score_pages)
 select_pages = _op("select_pages", ("page_ids", "page_counts", "scratch"))(_select_pages)
 attend_pages = _op("attend_pages", ("out", "lse", "scratch"))(_attend_pages)

@@ -25,6 +25,7 @@ def append_kv(
     slot_mapping: Tensor,
     *,
     kind: str,
+    page_stats_scale: Tensor | None = None,
     k_scale: float | Tensor | None = None,
     v_scale: float | Tensor | None = None,
     impl: str = "auto",
@@ -38,12 +39,15 @@ def append_kv(
     k_cache, v_cache : torch.Tensor
         [num_pages, S, HKV, D], any strides with contiguous channels. fp32, fp16, bf16, int8 or float8_e4m3fn.
     page_stats : torch.Tensor
-        [num_pages, HKV, M, D] fp32, fp16 or bf16, (M, D) contiguous.
+        [num_pages, HKV, M, D] fp32, fp16, bf16 or int8, (M, D) contiguous.
     slot_mapping : torch.Tensor
         [T] int64 (or int32): ``page * S + slot`` of each token, -1 skips it. Any order; of several tokens with one slot
         the last counts.
     kind : str
         What the statistics are, see :mod:`tsattn.summaries`.
+    page_stats_scale : torch.Tensor, optional
+        [num_pages, HKV, M] fp32, M contiguous: of int8 statistics, which need it; a stored value is code * scale. Written like
+        them.
     k_scale, v_scale : float or torch.Tensor, optional
         Dequantisation scale of a quantised cache, one number or fp32 [HKV]; fp8 without one has scale 1.
     impl : str
@@ -59,10 +63,10 @@ def append_kv(
     ValueError, TypeError
         Before anything is written.
     """
-    checks.append(k, v, k_cache, v_cache, page_stats, slot_mapping, kind)
+    checks.append(k, v, k_cache, v_cache, page_stats, page_stats_scale, slot_mapping, kind)
     scales = checks.scale_of("k_scale", k_scale, k_cache), checks.scale_of("v_scale", v_scale, v_cache)
     impl = choose_impl(impl, k.device)
-    library.append_kv(k, v, k_cache, v_cache, page_stats, slot_mapping, kind, *scales, impl)
+    library.append_kv(k, v, k_cache, v_cache, page_stats, page_stats_scale, slot_mapping, kind, *scales, impl)
 
 
 def rebuild_page_stats(
@@ -72,6 +76,7 @@ def rebuild_page_stats(
     seq_lens: Tensor,
     *,
     kind: str,
+    page_stats_scale: Tensor | None = None,
     k_scale: float | Tensor | None = None,
     impl: str = "auto",
 ) -> None:
@@ -82,17 +87,17 @@ def rebuild_page_stats(
 
     Parameters
     ----------
-    k_cache, page_stats, kind, k_scale, impl
+    k_cache, page_stats, kind, page_stats_scale, k_scale, impl
         As in :func:`append_kv`.
     page_table : torch.Tensor
         [R, N] int32 or int64, logical to physical page; a cell behind a row's last page is never read.
     seq_lens : torch.Tensor
         [R] int32 or int64, tokens in the cache.
     """
-    checks.rebuild(k_cache, page_stats, page_table, seq_lens, kind)
+    checks.rebuild(k_cache, page_stats, page_stats_scale, page_table, seq_lens, kind)
     scale = checks.scale_of("k_scale", k_scale, k_cache)
     impl = choose_impl(impl, k_cache.device)
-    library.rebuild_page_stats(k_cache, page_stats, page_table, seq_lens, kind, scale, impl)
+    library.rebuild_page_stats(k_cache, page_stats, page_stats_scale, page_table, seq_lens, kind, scale, impl)
 
 
 def score_pages(
@@ -103,6 +108,7 @@ def score_pages(
     *,
     page_size: int,
     kind: str,
+    page_stats_scale: Tensor | None = None,
     box_scale: float | Tensor = 1.0,
     softmax_scale: float | None = None,
     group_reduce: str = "max",
@@ -116,7 +122,7 @@ def score_pages(
     ----------
     q : torch.Tensor
         [R, HQ, D], after RoPE, channels contiguous.
-    page_stats, page_table, seq_lens, kind, impl
+    page_stats, page_table, seq_lens, kind, page_stats_scale, impl
         As in :func:`append_kv` and :func:`rebuild_page_stats`.
     page_size : int
         S.
@@ -147,6 +153,7 @@ def score_pages(
     checks.score(
         q,
         page_stats,
+        page_stats_scale,
         page_table,
         seq_lens,
         out,
@@ -164,7 +171,7 @@ def score_pages(
     check_workspace(workspace)
     scratch = None if workspace is None else workspace.scratch
     ranking = page_size, kind, box, boxes, scale, group_reduce
-    library.score_pages(q, page_stats, page_table, seq_lens, out, *ranking, scratch, impl)
+    library.score_pages(q, page_stats, page_stats_scale, page_table, seq_lens, out, *ranking, scratch, impl)
     return out
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from tsattn.checks import page_size_of
 from tsattn.checks_tensor import FLOAT_DTYPES, MAX_HEAD_DIM
 from tsattn.quantisation import QUANTISED_DTYPES
+from tsattn.summaries import STATS_DTYPES
 
 
 def check_sizes(num_pages: int, page_size: int, num_kv_heads: int, head_dim: int) -> None:
@@ -32,8 +35,8 @@ def storage_dtypes(
         raise ValueError(f"dtype must be float32, float16 or bfloat16, got {dtype}")
     if storage != dtype and storage not in QUANTISED_DTYPES:
         raise ValueError(f"kv_dtype must be dtype itself, int8 or float8_e4m3fn, got {kv_dtype}")
-    if stats_dtype not in FLOAT_DTYPES:
-        raise ValueError(f"stats_dtype must be float32, float16 or bfloat16, got {stats_dtype}")
+    if stats_dtype not in STATS_DTYPES:
+        raise ValueError(f"stats_dtype must be float32, float16, bfloat16 or int8, got {stats_dtype}")
     return storage, stats_dtype
 
 
@@ -53,8 +56,13 @@ def new_blocks(num_pages: int, page_size: int, heads_kv: int, dim: int, *, dtype
     return torch.empty((heads_kv, num_pages, page_size, dim), dtype=dtype, device=device).permute(1, 2, 0, 3)
 
 
-def new_statistics(
-    num_pages: int, heads_kv: int, vectors: int, dim: int, *, dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    """Zeroed statistics [num_pages, HKV, M, D], stored head by head like the pool."""
-    return torch.zeros((heads_kv, num_pages, vectors, dim), dtype=dtype, device=device).transpose(0, 1)
+def new_statistics(num_pages: int, heads_kv: int, *inner: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeroed statistics [num_pages, HKV, M, D], or their scales [num_pages, HKV, M], stored head by head like the pool."""
+    return torch.zeros((heads_kv, num_pages, *inner), dtype=dtype, device=device).transpose(0, 1)
+
+
+def enlarged(old: Tensor, num_pages: int, new: Callable[..., Tensor]) -> Tensor:
+    """A pool of ``num_pages`` that ``new`` makes, beginning with the pages of ``old``."""
+    larger = new(num_pages, *old.shape[1:], dtype=old.dtype, device=old.device)
+    larger[: old.shape[0]] = old
+    return larger

@@ -78,6 +78,7 @@ class SelectionState:
         page_table: Tensor,
         seq_lens: Tensor,
         *,
+        page_stats_scale: Tensor | None = None,
         softmax_scale: float | None = None,
         softcap: float = 0.0,
         sinks: Tensor | None = None,
@@ -108,16 +109,17 @@ class SelectionState:
             "impl": impl,
         }
         if config.reselect_every == 1:
-            step = sparse_decode(q, k_cache, v_cache, page_stats, *paged, config=config, return_selection=True, **options)
+            options |= {"config": config, "page_stats_scale": page_stats_scale, "return_selection": True}
+            step = sparse_decode(q, k_cache, v_cache, page_stats, *paged, **options)
             result, lse, selection, scores, is_scored = step.out, step.lse, step.selection, None, True
         else:
-            check_step(q, k_cache, v_cache, page_stats, *paged, config, out, softcap, sinks)
+            check_step(q, k_cache, v_cache, page_stats, page_stats_scale, *paged, config, out, softcap, sinks)
             if config.plan not in ("auto", "separate"):
                 raise ValueError(
                     f"config.plan {config.plan!r} is one launch or two, a step that may reuse scores runs its stages apart"
                 )
             is_scored = self._scores is None or self._age >= config.reselect_every
-            ranking = q, page_stats, *paged
+            ranking = q, page_stats, page_stats_scale, *paged
             scores = self._score(*ranking, softmax_scale, impl) if is_scored else self._widened(q.shape[0], page_table.shape[1])
             selection = self._select(scores, page_table, seq_lens, impl)
             result, lse = attend_pages(q, k_cache, v_cache, *paged, selection, **options)
@@ -126,7 +128,14 @@ class SelectionState:
         return results_of(result, lse if return_lse else None, selection if return_selection else None, None)
 
     def _score(
-        self, q: Tensor, page_stats: Tensor, page_table: Tensor, seq_lens: Tensor, scale: float | None, impl: str
+        self,
+        q: Tensor,
+        page_stats: Tensor,
+        page_stats_scale: Tensor | None,
+        page_table: Tensor,
+        seq_lens: Tensor,
+        scale: float | None,
+        impl: str,
     ) -> Tensor:
         config = self.config
         return score_pages(
@@ -136,6 +145,7 @@ class SelectionState:
             seq_lens,
             page_size=config.page_size,
             kind=config.kind,
+            page_stats_scale=page_stats_scale,
             box_scale=config.box_scale,
             softmax_scale=scale,
             group_reduce=config.group_reduce,

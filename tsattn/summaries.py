@@ -170,6 +170,8 @@ def store_statistics(statistics: Tensor, kind: str, dtype: torch.dtype) -> Tenso
 
 LEAST_SCALE = 2.0**-100
 """Of int8 statistics: no smaller scale is stored, so none is denormal or zero."""
+STATS_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int8)
+"""What statistics may be stored in."""
 
 
 def quantise_statistics(statistics: Tensor, kind: str) -> tuple[Tensor, Tensor]:
@@ -198,3 +200,13 @@ def quantise_statistics(statistics: Tensor, kind: str) -> tuple[Tensor, Tensor]:
 def dequantise_statistics(codes: Tensor, scale: Tensor) -> Tensor:
     """The fp32 statistics [..., M, D] that ``codes`` and ``scale`` [..., M] stand for."""
     return codes.float() * scale[..., None]
+
+
+def write_statistics(
+    statistics: Tensor, kind: str, page_stats: Tensor, page_stats_scale: Tensor | None, pages: int | Tensor
+) -> None:
+    """Store ``statistics`` [..., HKV, M, D] as those of ``pages``: one page, or int64 [...]."""
+    if page_stats_scale is None:
+        page_stats[pages] = store_statistics(statistics, kind, page_stats.dtype)
+    else:
+        page_stats[pages], page_stats_scale[pages] = quantise_statistics(statistics, kind)

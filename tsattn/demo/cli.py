@@ -175,9 +175,8 @@ def _title(loaded: Any, prompt: Any, args: argparse.Namespace) -> str:
 
 def _statistics_share(answer: Any) -> float:
     pool = answer.cache.paged_layers[0].pool
-    keys = pool.k_cache
-    stored = pool.page_stats[:1].numel() * pool.page_stats.element_size()
-    return float(stored / (2 * keys[:1].numel() * keys.element_size()))
+    cached = pool.k_cache.nbytes + pool.v_cache.nbytes
+    return float((pool.nbytes - cached) / cached)
 
 
 def _explain(error: Exception) -> str:

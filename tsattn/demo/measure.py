@@ -66,6 +66,7 @@ def _certified(layer: PagedLayer, trace: DecodeTrace) -> float | None:
         table,
         trace.seq_lens,
         config=layer.config,
+        page_stats_scale=pool.page_stats_scale,
         softmax_scale=trace.softmax_scale,
         return_bound=True,
     )
@@ -151,7 +152,12 @@ def _sparse_way(layer: PagedLayer, trace: DecodeTrace) -> Step:
     assert pool is not None
     table, lengths = pool.tables(layer.seqs)
     arguments = (trace.query, pool.k_cache, pool.v_cache, pool.page_stats, table, lengths)
-    return lambda: tsattn.sparse_decode(*arguments, config=config, softmax_scale=trace.softmax_scale, softcap=trace.softcap)
+    options: dict[str, Any] = {
+        "page_stats_scale": pool.page_stats_scale,
+        "softmax_scale": trace.softmax_scale,
+        "softcap": trace.softcap,
+    }
+    return lambda: tsattn.sparse_decode(*arguments, config=config, **options)
 
 
 DENSE_WAYS = ("sdpa enable_gqa", "sdpa grouped rows", "bmm")

@@ -84,7 +84,13 @@ def _decode(layer: PagedLayer, query: Tensor, scale: float, softcap: float, sink
     else:
         before = layer.state.scored
         out, selection = layer.state.sparse_decode(
-            *caches, pool.page_stats, page_table, seq_lens, return_selection=True, **options
+            *caches,
+            pool.page_stats,
+            page_table,
+            seq_lens,
+            page_stats_scale=pool.page_stats_scale,
+            return_selection=True,
+            **options,
         )
         scored = layer.state.scored > before
     layer.recorder.decode(

@@ -6,15 +6,23 @@ import torch
 from torch import Tensor
 
 from tsattn.quantisation import dequantise, quantise
-from tsattn.summaries import SUMMARIES, store_statistics
+from tsattn.summaries import SUMMARIES, write_statistics
 
 
-def write_page_stats(k_cache: Tensor, page_stats: Tensor, page: int, fill: int, kind: str, k_scale: Tensor | None) -> None:
+def write_page_stats(
+    k_cache: Tensor,
+    page_stats: Tensor,
+    page_stats_scale: Tensor | None,
+    page: int,
+    fill: int,
+    kind: str,
+    k_scale: Tensor | None,
+) -> None:
     """Recompute the statistics of one page from its first ``fill`` slots, as attention reads them."""
     keys = dequantise(k_cache[page], k_scale).transpose(0, 1)  # [HKV, S, D]
     fills = torch.full((keys.shape[0],), fill, device=keys.device)
     statistics = SUMMARIES[kind].update(keys, fills, page_stats.shape[2])
-    page_stats[page] = store_statistics(statistics, kind, page_stats.dtype)
+    write_statistics(statistics, kind, page_stats, page_stats_scale, page)
 
 
 def append_kv(
@@ -28,6 +36,7 @@ def append_kv(
     kind: str,
     k_scale: Tensor | None,
     v_scale: Tensor | None,
+    page_stats_scale: Tensor | None = None,
 ) -> None:
     """Write token t to slot ``slot_mapping[t]`` and recompute each touched page up to its last written slot."""
     page_size = k_cache.shape[1]
@@ -40,7 +49,7 @@ def append_kv(
         v_cache[page, slot] = quantise(v[t], v_scale, v_cache.dtype)
         fill_of_page[page] = max(fill_of_page.get(page, 0), slot + 1)
     for page, fill in fill_of_page.items():
-        write_page_stats(k_cache, page_stats, page, fill, kind, k_scale)
+        write_page_stats(k_cache, page_stats, page_stats_scale, page, fill, kind, k_scale)
 
 
 def rebuild_page_stats(
@@ -51,6 +60,7 @@ def rebuild_page_stats(
     *,
     kind: str,
     k_scale: Tensor | None,
+    page_stats_scale: Tensor | None = None,
 ) -> None:
     """Recompute the statistics of all pages of all rows; a page that rows share takes the longest fill."""
     page_size = k_cache.shape[1]
@@ -60,4 +70,4 @@ def rebuild_page_stats(
             fill = min(page_size, length - n * page_size)
             fill_of_page[row[n]] = max(fill_of_page.get(row[n], 0), fill)
     for page, fill in fill_of_page.items():
-        write_page_stats(k_cache, page_stats, page, fill, kind, k_scale)
+        write_page_stats(k_cache, page_stats, page_stats_scale, page, fill, kind, k_scale)

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from tsattn.summaries import SUMMARIES, parts_of_full_page, sub_page_slots
+from tsattn.summaries import SUMMARIES, dequantise_statistics, parts_of_full_page, sub_page_slots
 
 
 def _head_scores(
@@ -75,6 +75,7 @@ def score_pages(
     box_scale: float | Tensor,
     softmax_scale: float,
     group_reduce: str,
+    page_stats_scale: Tensor | None = None,
 ) -> None:
     """Score the pages of every row; ``scores`` [R, H, N] gets -inf behind a row's last page."""
     heads_kv = page_stats.shape[1]
@@ -83,7 +84,10 @@ def score_pages(
         num_pages = -(-length // page_size)
         if num_pages == 0:
             continue
-        stats = page_stats[page_table[r, :num_pages].long()]
+        pages = page_table[r, :num_pages].long()
+        stats = page_stats[pages]
+        if page_stats_scale is not None:
+            stats = dequantise_statistics(stats, page_stats_scale[pages])
         grouped = q[r].reshape(heads_kv, -1, q.shape[2])  # [HKV, G, D]
         per_head = _head_scores(grouped, stats, length, page_size, kind, box_scale, softmax_scale)
         scores[r, :, :num_pages] = reduce_group(per_head, group_reduce).to(scores.dtype)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tsattn.quantisation import QUANTISED_DTYPES, dequantise, quantise
-from tsattn.summaries import SUMMARIES, num_vectors, store_statistics
+from tsattn.summaries import SUMMARIES, num_vectors, write_statistics
 
 LAYOUTS = ("HND", "NHD", "halves", "packed")
 TABLE_POISON = 2**31 - 1
@@ -31,6 +31,7 @@ class PagedCase:
     v_scale: Tensor | None
     page_size: int
     kind: str
+    page_stats_scale: Tensor | None = None
 
     def tokens(self, row: int, head_kv: int, positions: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Dequantised keys and values [T, D] of a row at logical positions."""
@@ -91,8 +92,8 @@ def make_case(
 ) -> PagedCase:
     """Random rows of the given lengths on shuffled physical pages.
 
-    Unwritten slots, unused pages and their statistics are NaN, unused table cells are ``TABLE_POISON``. Statistics are computed
-    here from the dequantised keys, independently of any append.
+    Unwritten slots, unused pages and their statistics (of int8 ones the scales) are NaN, unused table cells are
+    ``TABLE_POISON``. Statistics are computed here from the dequantised keys, independently of any append.
     """
     rng = torch.Generator().manual_seed(seed)
     counts = [-(-n // page_size) for n in lengths]
@@ -106,7 +107,8 @@ def make_case(
     order = torch.randperm(num_pages, generator=rng)
     table = torch.full((len(lengths), max(1, max(counts, default=0)) + 1), TABLE_POISON, dtype=torch.int32)
     m = num_vectors(kind, parts)
-    stats = torch.full((num_pages, heads_kv, m, dim), math.nan, dtype=stats_dtype or dtype)
+    stats = _poisoned((num_pages, heads_kv, m, dim), stats_dtype or dtype, "cpu")
+    stats_scale = _poisoned((num_pages, heads_kv, m), torch.float32, "cpu") if stats_dtype == torch.int8 else None
     taken = 0
     for row, (length, count) in enumerate(zip(lengths, counts, strict=True)):
         pages = order[taken : taken + count]
@@ -123,7 +125,7 @@ def make_case(
                     cache[page, :fill] = codes
             keys = dequantise(k_cache[page], scales[0]).transpose(0, 1)
             statistics = SUMMARIES[kind].update(keys, torch.full((heads_kv,), fill), m)
-            stats[page] = store_statistics(statistics, kind, stats.dtype)
+            write_statistics(statistics, kind, stats, stats_scale, page)
     q = torch.randn(len(lengths), heads_kv * group, dim, generator=rng).to(dtype)
     seq_lens = torch.tensor(list(lengths), dtype=torch.int32)
-    return PagedCase(q, k_cache, v_cache, stats, table, seq_lens, scales[0], scales[1], page_size, kind)
+    return PagedCase(q, k_cache, v_cache, stats, table, seq_lens, scales[0], scales[1], page_size, kind, stats_scale)

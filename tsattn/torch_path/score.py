@@ -28,15 +28,37 @@ def _products(coefficients: Tensor, blocks: Tensor, row: RowPages, summed: bool)
     return [some[0] if len(some) == 1 else torch.cat(some, dim=1) for some in found]
 
 
+def _scale_vectors(products: list[Tensor], page_stats_scale: Tensor, row: RowPages) -> None:
+    """Multiply the products of int8 codes by what one step of each page's vector stands for."""
+    pages = row.cells.long() if row.start is None else slice(row.start, row.start + row.cells.shape[0])
+    for product, steps in zip(products, page_stats_scale[pages].unbind(2), strict=True):
+        product.mul_(steps.t()[..., None])  # [P, HKV] -> [HKV, P, 1]
+
+
 def _head_scores(
-    q: Tensor, blocks: Tensor, row: RowPages, length: int, page_size: int, kind: str, box_scale: float | Tensor, scale: float
+    q: Tensor,
+    page_stats: Tensor,
+    page_stats_scale: Tensor | None,
+    row: RowPages,
+    length: int,
+    page_size: int,
+    kind: str,
+    box_scale: float | Tensor,
+    scale: float,
 ) -> Tensor:
     """Scores of one row per query head, [HKV, P, G]; q [HKV, G, D] fp32."""
     summary = SUMMARIES[kind]
-    m = blocks.shape[2]
+    m = page_stats.shape[2]
     if isinstance(box_scale, Tensor):
         box_scale = box_scale[:, None, None]
-    products = _products(summary.coefficients(q, m, scale, box_scale), blocks, row, summary.combine == "sum")
+    is_sum = summary.combine == "sum"
+    coefficients = summary.coefficients(q, m, scale, box_scale)
+    # Vectors of codes have a scale each, so they can't be summed in one product.
+    products = _products(coefficients, stats_blocks(page_stats), row, is_sum and page_stats_scale is None)
+    if page_stats_scale is not None:
+        _scale_vectors(products, page_stats_scale, row)
+        if is_sum:
+            products = [functools.reduce(Tensor.add_, products)]
     for product in products:
         product.mul_(scale)
     if len(products) == 1:
@@ -101,11 +123,12 @@ def score_row(
     box_scale: float | Tensor,
     softmax_scale: float,
     group_reduce: str,
+    page_stats_scale: Tensor | None,
 ) -> Tensor:
     """Scores [H, P] of one row's pages; q [HQ, D]."""
     grouped = q.float().reshape(page_stats.shape[1], -1, q.shape[1])  # [HKV, G, D]
-    blocks = stats_blocks(page_stats)
-    per_head = _head_scores(grouped, blocks, row, length, page_size, kind, box_scale, softmax_scale)
+    stored = page_stats, page_stats_scale
+    per_head = _head_scores(grouped, *stored, row, length, page_size, kind, box_scale, softmax_scale)
     return _reduce_group(per_head, group_reduce)
 
 
@@ -121,6 +144,7 @@ def score_pages(
     box_scale: float | Tensor,
     softmax_scale: float,
     group_reduce: str,
+    page_stats_scale: Tensor | None = None,
 ) -> None:
     """Score the pages of every row; ``scores`` [R, H, N] gets -inf behind a row's last page."""
     for r, length in enumerate(seq_lens.tolist()):
@@ -137,4 +161,5 @@ def score_pages(
                 box_scale=box_scale,
                 softmax_scale=softmax_scale,
                 group_reduce=group_reduce,
+                page_stats_scale=page_stats_scale,
             )
