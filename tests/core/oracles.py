@@ -38,6 +38,19 @@ def page_statistics(filled, page_size, kind, m):
     return np.stack([part.mean(axis=0) if len(part) else np.zeros(filled.shape[1]) for part in parts])
 
 
+def poisoned_statistics(case):
+    """Room for a case's statistics and their scales (None unless int8) as if nothing had been written: NaN when read."""
+    if case.page_stats_scale is None:
+        return torch.full_like(case.page_stats, math.nan), None
+    return torch.full_like(case.page_stats, 127), torch.full_like(case.page_stats_scale, math.nan)
+
+
+def stored_statistics(case):
+    """The values of a case's statistics, fp32: int8 codes times their scales."""
+    scale = case.page_stats_scale
+    return case.page_stats.float() if scale is None else case.page_stats.float() * scale[..., None]
+
+
 def box_corner_maximum(q, low, high):
     """The largest q.k over all corners of the box [low, high]: the bound by definition, for small D."""
     return max(float(np.dot(q, corner)) for corner in itertools.product(*zip(low, high, strict=True)))

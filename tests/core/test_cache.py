@@ -18,7 +18,8 @@ def make(num_pages=16, page_size=4, **options):
     if not options.get("kv_dtype"):
         cache.k_cache.fill_(math.nan)
         cache.v_cache.fill_(math.nan)
-    cache.page_stats.fill_(math.nan)
+    unwritten = cache.page_stats if cache.page_stats_scale is None else cache.page_stats_scale
+    unwritten.fill_(math.nan)
     return cache
 
 
@@ -40,10 +41,15 @@ def state(cache):
 def assert_statistics_are_exact(cache, seqs):
     """Every page has the statistics of exactly the tokens that its longest holder sees."""
     table, lens = cache.tables(seqs)
-    expected = cache.page_stats.clone()
-    tsattn.rebuild_page_stats(cache.k_cache, expected, table, lens, kind=cache.kind, k_scale=cache.k_scale, impl="reference")
+    expected, scale = cache.page_stats.clone(), None
+    if cache.page_stats_scale is not None:
+        scale = cache.page_stats_scale.clone()
+    options = {"kind": cache.kind, "page_stats_scale": scale, "k_scale": cache.k_scale, "impl": "reference"}
+    tsattn.rebuild_page_stats(cache.k_cache, expected, table, lens, **options)
     used = sorted({page for seq in seqs for page in cache.pages(seq)})
     assert_same_bits(cache.page_stats[used], expected[used])
+    if scale is not None:
+        assert_same_bits(cache.page_stats_scale[used], scale[used])
 
 
 @pytest.mark.parametrize(("kind", "parts"), KINDS)
@@ -230,6 +236,7 @@ def test_nbytes_counts_keys_values_and_statistics():
     for kv, stats, per_page in (
         (None, None, 2 * 4 * 2 * 8 * 2 + 2 * 2 * 8 * 2),
         (torch.int8, torch.float32, 2 * 4 * 2 * 8 + 2 * 2 * 8 * 4),
+        (None, torch.int8, 2 * 4 * 2 * 8 * 2 + 2 * 2 * (8 + 4)),
     ):
         scales = {"k_scale": 0.1, "v_scale": 0.1} if kv else {}
         cache = make(dtype=torch.bfloat16, kv_dtype=kv, stats_dtype=stats, **scales)
@@ -331,7 +338,7 @@ def test_handles_are_never_used_again():
         ({"kv_dtype": torch.float16}, ValueError, "kv_dtype must be"),
         ({"kv_dtype": torch.int8}, ValueError, "k_scale is needed"),
         ({"k_scale": 1.0}, ValueError, "k_scale belongs to"),
-        ({"stats_dtype": torch.int8}, ValueError, "stats_dtype must be"),
+        ({"stats_dtype": torch.uint8}, ValueError, "stats_dtype must be"),
         ({"kind": "median"}, ValueError, "kind must be"),
         ({"parts": 3}, ValueError, "parts must be"),
         ({"page_size": 0}, ValueError, "page_size must be"),

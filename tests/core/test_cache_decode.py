@@ -15,6 +15,7 @@ CONFIGS = {
     "paper": SparseConfig.paper(page_size=8, token_budget=32),
     "meanvar": SparseConfig(page_size=8, token_budget=32, recent_pages=1, kind="meanvar", stats_dtype=torch.bfloat16),
     "four parts": SparseConfig(page_size=8, token_budget=32, recent_pages=1, parts=4),
+    "int8": SparseConfig(page_size=8, token_budget=32, recent_pages=1, parts=1, stats_dtype=torch.int8),
 }
 LENGTHS = [100, 61]
 
@@ -36,11 +37,14 @@ def test_a_cache_from_a_config_holds_what_the_config_reads(name):
     assert cache.page_stats.dtype == config.stats_dtype or config.stats_dtype is None
     found = cache.sparse_decode(seqs, q, config=config, return_lse=True, return_selection=True)
     table, lens = cache.tables(seqs)
-    stats = torch.full_like(cache.page_stats, math.nan)
-    tsattn.rebuild_page_stats(cache.k_cache, stats, table, lens, kind=config.kind)
-    expected = tsattn.sparse_decode(
-        q, cache.k_cache, cache.v_cache, stats, table, lens, config=config, return_lse=True, return_selection=True
-    )
+    stats, scale = torch.zeros_like(cache.page_stats), None
+    if config.stats_dtype == torch.int8:
+        scale = torch.full_like(cache.page_stats_scale, math.nan)
+    else:
+        stats.fill_(math.nan)
+    tsattn.rebuild_page_stats(cache.k_cache, stats, table, lens, kind=config.kind, page_stats_scale=scale)
+    options = {"config": config, "page_stats_scale": scale, "return_lse": True, "return_selection": True}
+    expected = tsattn.sparse_decode(q, cache.k_cache, cache.v_cache, stats, table, lens, **options)
     for here, there in zip((*found[:2], *found.selection), (*expected[:2], *expected.selection), strict=True):
         assert_same_bits(here, there)
     assert not torch.equal(found.out, cache.dense_decode(seqs, q))
@@ -53,7 +57,7 @@ def test_another_configuration_is_refused(made, asked):
     if made == asked:
         cache.sparse_decode(seqs, q, config=CONFIGS[asked])
         return
-    with pytest.raises(ValueError, match=r"config\.(kind|parts) is .*PagedKVCache.from_config"):
+    with pytest.raises(ValueError, match=r"config\.(kind|parts|stats_dtype) is .*PagedKVCache.from_config"):
         cache.sparse_decode(seqs, q, config=CONFIGS[asked])
 
 
@@ -104,7 +108,7 @@ def test_options_reach_the_ops():
 
 def test_its_options_are_those_of_the_functions():
     """Whoever adds an option to an op adds it here."""
-    tensors = {"k_cache", "v_cache", "page_stats", "page_table", "seq_lens", "k_scale", "v_scale"}
+    tensors = {"k_cache", "v_cache", "page_stats", "page_stats_scale", "page_table", "seq_lens", "k_scale", "v_scale"}
     for name in ("sparse_decode", "dense_decode"):
         function, method = (inspect.signature(getattr(owner, name)).parameters for owner in (tsattn, PagedKVCache))
         assert set(method) - {"self", "seqs"} == set(function) - tensors

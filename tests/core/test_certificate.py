@@ -28,7 +28,7 @@ def config_of(case, budget_pages, **options):
 def decode(case, impl, config, **options):
     return tsattn.sparse_decode(
         *(case.q, case.k_cache, case.v_cache, case.page_stats, case.page_table, case.seq_lens),
-        config=config, k_scale=case.k_scale, v_scale=case.v_scale,
+        config=config, page_stats_scale=case.page_stats_scale, k_scale=case.k_scale, v_scale=case.v_scale,
         return_selection=True, return_bound=True, impl=impl, **options,
     )  # fmt: skip
 
@@ -69,7 +69,7 @@ def assert_sound(case, impl):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.float8_e4m3fn])
-@pytest.mark.parametrize("stats_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("stats_dtype", [torch.float32, torch.bfloat16, torch.int8])
 def test_random_keys(impl, dtype, stats_dtype):
     quantised = dtype in (torch.int8, torch.float8_e4m3fn)
     options = {"dtype": torch.float32, "kv_dtype": dtype} if quantised else {"dtype": dtype}

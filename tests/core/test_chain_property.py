@@ -24,6 +24,7 @@ STORAGES = [
     (torch.float32, None, torch.bfloat16),
     (torch.float32, torch.int8, torch.float32),
     (torch.bfloat16, torch.float8_e4m3fn, torch.float16),
+    (torch.bfloat16, None, torch.int8),
 ]
 
 
@@ -113,12 +114,18 @@ class World:
         plan = self.plan
         pools = make_pool(self.num_pages, plan.page_size, plan.heads_kv, plan.dim, self.kv_dtype or self.dtype, plan.layout)
         kind, m = plan.summary
-        stats = torch.full((self.num_pages, plan.heads_kv, m, plan.dim), math.nan, dtype=self.stats_dtype)
+        shape = self.num_pages, plan.heads_kv, m
+        stats, stats_scale = torch.full((*shape, plan.dim), 127, dtype=self.stats_dtype), None
+        if self.stats_dtype == torch.int8:
+            stats_scale = torch.full(shape, math.nan)
+        else:
+            stats.fill_(math.nan)
+        options = {"kind": kind, "page_stats_scale": stats_scale, "impl": impl, **self.scales}
         bounds = [0, *sorted(cuts), len(self.slots)]
         for first, last in itertools.pairwise(bounds):
             part = slice(first, last)
-            tsattn.append_kv(self.k[part], self.v[part], *pools, stats, self.slots[part], kind=kind, impl=impl, **self.scales)
-        return *pools, stats
+            tsattn.append_kv(self.k[part], self.v[part], *pools, stats, self.slots[part], **options)
+        return *pools, stats, stats_scale
 
     def tokens(self, cache, scale, row, head, positions):
         index = torch.tensor(positions, dtype=torch.int64)
@@ -129,12 +136,14 @@ class World:
 
 def check_chain(plan, impl):
     world = World(plan)
-    k_cache, v_cache, stats = world.fill(impl, plan.cuts)
-    for here, there in zip((k_cache, v_cache, stats), world.fill("reference", []), strict=True):
-        assert_same_bits(here, there, "cache or statistics")
+    k_cache, v_cache, stats, stats_scale = world.fill(impl, plan.cuts)
+    for here, there in zip((k_cache, v_cache, stats, stats_scale), world.fill("reference", []), strict=True):
+        if here is not None:
+            assert_same_bits(here, there, "cache or statistics")
 
     kind, _ = plan.summary
     options = {"page_size": plan.page_size, "kind": kind, "group_reduce": plan.reduce, "impl": impl}
+    options["page_stats_scale"] = stats_scale
     scores = tsattn.score_pages(world.q, stats, world.table, world.lens, **options)
     choice = {
         "page_size": plan.page_size,
@@ -159,7 +168,7 @@ def check_chain(plan, impl):
     extras = {"softcap": plan.softcap, "sinks": world.sinks, **world.scales}
     result = tsattn.sparse_decode(
         world.q, k_cache, v_cache, stats, world.table, world.lens,
-        config=config, return_lse=True, return_selection=True, impl=impl, **extras,
+        config=config, page_stats_scale=stats_scale, return_lse=True, return_selection=True, impl=impl, **extras,
     )  # fmt: skip
     assert torch.equal(result.selection.page_counts, chosen.page_counts)
     out, lse = tsattn.attend_pages(
@@ -216,7 +225,7 @@ def test_kernels_in_the_interpreter(plan):
 def test_any_lists_and_windows(plan, window, lists, random):
     """Lists of any pages, empty ones and counts of any size among them, with a window: the PyTorch path and the reference."""
     world = World(plan)
-    k_cache, v_cache, _ = world.fill("torch", [])
+    k_cache, v_cache, *_ = world.fill("torch", [])
     arguments = world.q, k_cache, v_cache, world.table, world.lens
     extras = {"softcap": plan.softcap, "sinks": world.sinks, "window": window, "return_lse": True, **world.scales}
     if lists == "none":

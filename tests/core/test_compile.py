@@ -29,6 +29,8 @@ SELECTION = PageSelection(
 def opcheck_arguments():
     """Arguments of every custom op, a variant each with and without the optional tensors."""
     case, minmax, quantised = fresh(), fresh("minmax"), fresh("minmax", kv_dtype=torch.int8)
+    coded = fresh(stats_dtype=torch.int8)
+    stored = coded.page_stats, coded.page_stats_scale
     k, v = new_tokens()
     slots = torch.tensor([5, -1, 7])
     width = case.page_table.shape[1]
@@ -38,14 +40,19 @@ def opcheck_arguments():
     scales = quantised.k_scale, quantised.v_scale
     return {
         "append_kv": [
-            (k, v, case.k_cache, case.v_cache, case.page_stats, slots, "means", None, None, "torch"),
-            (k, v, quantised.k_cache, quantised.v_cache, quantised.page_stats, slots, "minmax", *scales, "torch"),
+            (k, v, case.k_cache, case.v_cache, case.page_stats, None, slots, "means", None, None, "torch"),
+            (k, v, quantised.k_cache, quantised.v_cache, quantised.page_stats, None, slots, "minmax", *scales, "torch"),
+            (k, v, coded.k_cache, coded.v_cache, *stored, slots, "means", None, None, "torch"),
         ],
-        "rebuild_page_stats": [(case.k_cache, case.page_stats, case.page_table, case.seq_lens, "means", None, "torch")],
+        "rebuild_page_stats": [
+            (case.k_cache, case.page_stats, None, case.page_table, case.seq_lens, "means", None, "torch"),
+            (coded.k_cache, *stored, coded.page_table, coded.seq_lens, "means", None, "torch"),
+        ],
         "score_pages": [
             (
                 case.q,
                 case.page_stats,
+                None,
                 case.page_table,
                 case.seq_lens,
                 scores.clone(),
@@ -59,8 +66,12 @@ def opcheck_arguments():
                 "torch",
             ),
             (
-                *(case.q, minmax.page_stats, minmax.page_table, case.seq_lens, scores.clone(), 8, "minmax", 1.0),
+                *(case.q, minmax.page_stats, None, minmax.page_table, case.seq_lens, scores.clone(), 8, "minmax", 1.0),
                 *(torch.ones(2), 0.25, "mix", None, "torch"),
+            ),
+            (
+                *(case.q, *stored, coded.page_table, case.seq_lens, scores.clone(), 8, "means", 1.0),
+                *(None, 0.25, "max", None, "torch"),
             ),
         ],
         "select_pages": [
@@ -73,7 +84,11 @@ def opcheck_arguments():
         ],
         "sparse_decode": [
             (
-                *(case.q, case.k_cache, case.v_cache, case.page_stats, case.page_table, case.seq_lens, None, *lists),
+                *(case.q, case.k_cache, case.v_cache, case.page_stats, None, case.page_table, case.seq_lens, None, *lists),
+                *(out, lse, "means", 1.0, "max", 1, 1, 0.25, 0.0, None, None, None, "auto", None, None, "torch"),
+            ),
+            (
+                *(case.q, coded.k_cache, coded.v_cache, *stored, coded.page_table, case.seq_lens, None, *lists),
                 *(out, lse, "means", 1.0, "max", 1, 1, 0.25, 0.0, None, None, None, "auto", None, None, "torch"),
             ),
         ],
@@ -100,14 +115,14 @@ def test_opcheck(name):
 
 
 class Append(torch.nn.Module):
-    def forward(self, k, v, k_cache, v_cache, page_stats, slots):
-        tsattn.append_kv(k, v, k_cache, v_cache, page_stats, slots, kind="means")
+    def forward(self, k, v, k_cache, v_cache, page_stats, slots, page_stats_scale=None):
+        tsattn.append_kv(k, v, k_cache, v_cache, page_stats, slots, kind="means", page_stats_scale=page_stats_scale)
         return page_stats + 0
 
 
 class Rebuild(torch.nn.Module):
-    def forward(self, k_cache, page_stats, table, lens):
-        tsattn.rebuild_page_stats(k_cache, page_stats, table, lens, kind="means")
+    def forward(self, k_cache, page_stats, table, lens, page_stats_scale=None):
+        tsattn.rebuild_page_stats(k_cache, page_stats, table, lens, kind="means", page_stats_scale=page_stats_scale)
         return page_stats + 0
 
 
@@ -143,8 +158,9 @@ class Sparse(torch.nn.Module):
 
 
 class SparseWithBound(torch.nn.Module):
-    def forward(self, q, k_cache, v_cache, page_stats, table, lens):
-        result = tsattn.sparse_decode(q, k_cache, v_cache, page_stats, table, lens, config=PAPER, return_bound=True)
+    def forward(self, q, k_cache, v_cache, page_stats, table, lens, page_stats_scale=None):
+        options = {"config": PAPER, "page_stats_scale": page_stats_scale, "return_bound": True}
+        result = tsattn.sparse_decode(q, k_cache, v_cache, page_stats, table, lens, **options)
         return result.out, result.bound
 
 
@@ -178,16 +194,29 @@ def drop_in_arguments():
 
 def module_arguments():
     case, minmax, quantised = fresh(), fresh("minmax"), fresh(kv_dtype=torch.int8)
+    coded, box = fresh(stats_dtype=torch.int8), fresh("minmax", stats_dtype=torch.int8)
     scores = torch.randn(2, 2, case.page_table.shape[1], generator=torch.Generator().manual_seed(0))
     return [
         (Append(), (*new_tokens(), *arguments(fresh())[1:3], fresh().page_stats, torch.tensor([5, -1, 7]))),
+        (
+            Append(),
+            (*new_tokens(), coded.k_cache, coded.v_cache, coded.page_stats, torch.tensor([5, -1, 7]), coded.page_stats_scale),
+        ),
         (Rebuild(), (case.k_cache, torch.zeros_like(case.page_stats), case.page_table, case.seq_lens)),
+        (
+            Rebuild(),
+            (
+                *(coded.k_cache, torch.zeros_like(coded.page_stats), coded.page_table, coded.seq_lens),
+                torch.zeros_like(coded.page_stats_scale),
+            ),
+        ),
         (Score(), (case.q, case.page_stats, case.page_table, case.seq_lens)),
         (Select(), (scores, case.seq_lens)),
         (Attend(), (*arguments(case), *SELECTION)),
         (Dense(), arguments(case)),
         (Sparse(), (*arguments(case)[:3], case.page_stats, *arguments(case)[3:])),
         (SparseWithBound(), (*arguments(minmax)[:3], minmax.page_stats, *arguments(minmax)[3:])),
+        (SparseWithBound(), (*arguments(box)[:3], box.page_stats, *arguments(box)[3:], box.page_stats_scale)),
         (Merge(), (case.q, torch.zeros(2, 4))),
         (Quantised(), (*arguments(quantised), quantised.k_scale)),
         (DropIn(), drop_in_arguments()),

@@ -61,7 +61,7 @@ def test_it_is_a_value():
         ("box_scale", float("nan"), ValueError),
         ("box_scale", float("inf"), ValueError),
         ("box_scale", None, TypeError),
-        ("stats_dtype", torch.int8, ValueError),
+        ("stats_dtype", torch.uint8, ValueError),
         ("stats_dtype", torch.float64, ValueError),
         ("dense_layers", (-1,), ValueError),
         ("dense_layers", (0, 2, -3), ValueError),

@@ -26,8 +26,8 @@ def scales(case):
 def decode(case, impl, config, **options):
     q, k_cache, v_cache, table, lens = arguments(case)
     return tsattn.sparse_decode(
-        q, k_cache, v_cache, case.page_stats, table, lens, config=config, impl=impl, **scales(case),
-        return_lse=True, return_selection=True, **options,
+        q, k_cache, v_cache, case.page_stats, table, lens, config=config, page_stats_scale=case.page_stats_scale, impl=impl,
+        return_lse=True, return_selection=True, **scales(case), **options,
     )  # fmt: skip
 
 
@@ -116,19 +116,24 @@ def placed(case, order):
         pool = getattr(case, name)
         view = pool.view(torch.uint8) if pool.dtype == torch.float8_e4m3fn else pool
         setattr(moved, name, view.permute(0, 2, 1, 3)[back].permute(0, 2, 1, 3).view(pool.dtype))
+    if case.page_stats_scale is not None:
+        moved.page_stats_scale = case.page_stats_scale.transpose(0, 1)[:, back].transpose(0, 1)
     for r, length in enumerate(case.seq_lens.tolist()):
         pages = -(-length // case.page_size)
         moved.page_table[r, :pages] = order[case.page_table[r, :pages].long()].int()
     return moved
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("storage", ["fp32", "bf16", "int8", "int8 statistics"])
 @pytest.mark.parametrize(("heads_kv", "dim", "page_size"), [(1, 64, 16), (2, 40, 1), (1, 40, 1), (1, 3, 5), (3, 128, 8)])
-def test_physical_placement(impl, dtype, heads_kv, dim, page_size):
-    kv = dtype if dtype == torch.int8 else None
-    case = make_case(
-        [1, 45, 100], heads_kv=heads_kv, dim=dim, page_size=page_size, dtype=torch.float32 if kv else dtype, kv_dtype=kv
-    )
+def test_physical_placement(impl, storage, heads_kv, dim, page_size):
+    options = {
+        "fp32": {},
+        "bf16": {"dtype": torch.bfloat16},
+        "int8": {"kv_dtype": torch.int8},
+        "int8 statistics": {"stats_dtype": torch.int8},
+    }[storage]
+    case = make_case([1, 45, 100], heads_kv=heads_kv, dim=dim, page_size=page_size, **options)
     config = SparseConfig(page_size=page_size, token_budget=4 * page_size, recent_pages=1)
     expected, whole = decode(case, impl, config), dense(case, impl)
     count = case.k_cache.shape[0]

@@ -23,6 +23,7 @@ def score(case, impl="reference", **options):
         case.seq_lens,
         page_size=case.page_size,
         kind=case.kind,
+        page_stats_scale=case.page_stats_scale,
         impl=impl,
         **{"group_reduce": "none", **options},
     )
@@ -85,7 +86,7 @@ def test_a_box_scale_per_kv_head():
 
 
 @pytest.mark.parametrize("impl", ["reference", "torch"])
-@pytest.mark.parametrize("stats_dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("stats_dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int8])
 @pytest.mark.parametrize("kv_dtype", [None, torch.int8, torch.float8_e4m3fn])
 def test_the_bound_holds_for_every_key(impl, stats_dtype, kv_dtype):
     case = make_case([1, 16, 60, 200], kind="minmax", stats_dtype=stats_dtype, kv_dtype=kv_dtype, seed=5)

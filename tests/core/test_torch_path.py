@@ -1,7 +1,6 @@
 """impl="torch" against the reference over all shapes, dtypes and layouts: pairs of options instead of the full product."""
 
 import itertools
-import math
 
 import pytest
 import torch
@@ -10,12 +9,12 @@ import tsattn
 from tsattn.testing import LAYOUTS, assert_attention, assert_close, assert_same_bits, make_case, make_pool
 from tsattn.testing.tolerance import plain_attention
 
-from .oracles import pairwise, selected
+from .oracles import pairwise, poisoned_statistics, selected, stored_statistics
 
 GROUPS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 71)
 DIMS = (64, 80, 96, 128, 192, 256, 40, 72, 112, 160)
 PAGE_SIZES = (1, 4, 8, 12, 16, 32, 64, 128)
-DTYPES = ("fp32", "fp16", "bf16", "int8", "fp8", "fp16+fp8", "bf16+int8", "fp32+bf16stats")
+DTYPES = ("fp32", "fp16", "bf16", "int8", "fp8", "fp16+fp8", "bf16+int8", "fp32+bf16stats", "bf16+int8stats")
 SUMMARIES = (("minmax", 2), ("means", 1), ("means", 2), ("means", 4), ("means", 8), ("meanvar", 2))
 REDUCTIONS = ("max", "sum", "softmax", "mix", "none")
 TORCH_DTYPES = {
@@ -25,6 +24,7 @@ TORCH_DTYPES = {
     "int8": torch.int8,
     "fp8": torch.float8_e4m3fn,
 }
+STATS_DTYPES = {"bf16stats": torch.bfloat16, "int8stats": torch.int8}
 
 COMBINATIONS = pairwise(
     group=GROUPS,
@@ -52,7 +52,7 @@ def case_of(combination, lengths, seed=0):
     elif wide in ("int8", "fp8"):
         options["kv_dtype"] = TORCH_DTYPES[wide]
     elif wide:
-        options["stats_dtype"] = torch.bfloat16
+        options["stats_dtype"] = STATS_DTYPES[wide]
     kind, parts = combination["summary"]
     return make_case(
         lengths,
@@ -69,9 +69,8 @@ def case_of(combination, lengths, seed=0):
 
 
 def scores_of(case, impl, **options):
-    return tsattn.score_pages(
-        case.q, case.page_stats, case.page_table, case.seq_lens, page_size=case.page_size, kind=case.kind, impl=impl, **options
-    )
+    options |= {"page_size": case.page_size, "kind": case.kind, "page_stats_scale": case.page_stats_scale, "impl": impl}
+    return tsattn.score_pages(case.q, case.page_stats, case.page_table, case.seq_lens, **options)
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS, ids=name_of)
@@ -99,7 +98,7 @@ def append_and_compare(case, layout):
     results = []
     for impl, step in (("reference", 10**9), ("torch", 2 * size + 1)):
         k_cache, v_cache = make_pool(case.k_cache.shape[0], size, heads, dim, case.k_cache.dtype, layout)
-        stats = torch.full_like(case.page_stats, math.nan)
+        stats, stats_scale = poisoned_statistics(case)
         for r, length in enumerate(case.seq_lens.tolist()):
             keys, values = zip(*(case.tokens(r, h, range(length)) for h in range(heads)), strict=True)
             k, v = torch.stack(keys, 1), torch.stack(values, 1)  # dequantised: quantising again gives the same codes
@@ -110,19 +109,22 @@ def append_and_compare(case, layout):
             for part in torch.split(positions, step):
                 tsattn.append_kv(
                     k[part], v[part], k_cache, v_cache, stats, slots[part],
-                    kind=case.kind, k_scale=case.k_scale, v_scale=case.v_scale, impl=impl,
+                    kind=case.kind, page_stats_scale=stats_scale, k_scale=case.k_scale, v_scale=case.v_scale, impl=impl,
                 )  # fmt: skip
-        results.append((k_cache, v_cache, stats))
+        results.append((k_cache, v_cache, stats, *([] if stats_scale is None else [stats_scale])))
     for here, there in zip(*results, strict=True):
         assert_same_bits(here, there)
     assert_same_bits(results[0][2], case.page_stats)
+    if case.page_stats_scale is not None:
+        assert_same_bits(results[0][3], case.page_stats_scale)
     assert_same_bits(results[0][0], case.k_cache)
     assert_same_bits(results[0][1], case.v_cache)
-    stats = torch.full_like(case.page_stats, math.nan)
-    tsattn.rebuild_page_stats(
-        case.k_cache, stats, case.page_table, case.seq_lens, kind=case.kind, k_scale=case.k_scale, impl="torch"
-    )
+    stats, stats_scale = poisoned_statistics(case)
+    options = {"kind": case.kind, "page_stats_scale": stats_scale, "k_scale": case.k_scale, "impl": "torch"}
+    tsattn.rebuild_page_stats(case.k_cache, stats, case.page_table, case.seq_lens, **options)
     assert_same_bits(stats, case.page_stats)
+    if stats_scale is not None:
+        assert_same_bits(stats_scale, case.page_stats_scale)
 
 
 def largest_terms(case, reduce):
@@ -132,7 +134,7 @@ def largest_terms(case, reduce):
     coefficients = torch.stack(
         (q, 0.5 * dim**-0.5 * q * q) if case.kind == "meanvar" else (q,) * case.page_stats.shape[2], dim=-2
     )
-    products = torch.einsum("rhgmd,phmd->rhgpm", coefficients, case.page_stats.float().nan_to_num().abs()) * dim**-0.5
+    products = torch.einsum("rhgmd,phmd->rhgpm", coefficients, stored_statistics(case).nan_to_num().abs()) * dim**-0.5
     # Each channel is in one of the M vectors, or in all of them; "sum" adds up the heads; "softmax" has exp() of the logits.
     largest = products.sum(dim=-1).amax()
     return largest * q.shape[2] if reduce in ("sum", "softmax") else largest
