@@ -35,17 +35,18 @@ def make(**options):
 
 
 def append(a, **o):
-    scales = {"k_scale": a.k_scale, "v_scale": a.v_scale}
+    scales = {"k_scale": a.k_scale, "v_scale": a.v_scale, "page_stats_scale": a.page_stats_scale}
     return tsattn.append_kv(a.k, a.v, a.k_cache, a.v_cache, a.page_stats, a.slots, **{"kind": a.kind, **scales, **o})
 
 
 def rebuild(a, **o):
-    options = {"kind": a.kind, "k_scale": a.k_scale, **o}
+    options = {"kind": a.kind, "k_scale": a.k_scale, "page_stats_scale": a.page_stats_scale, **o}
     return tsattn.rebuild_page_stats(a.k_cache, a.page_stats, a.page_table, a.seq_lens, **options)
 
 
 def score(a, **o):
-    return tsattn.score_pages(a.q, a.page_stats, a.page_table, a.seq_lens, **{"page_size": 8, "kind": a.kind, **o})
+    options = {"page_size": 8, "kind": a.kind, "page_stats_scale": a.page_stats_scale, **o}
+    return tsattn.score_pages(a.q, a.page_stats, a.page_table, a.seq_lens, **options)
 
 
 def select(a, **o):
@@ -64,6 +65,7 @@ def dense(a, **o):
 
 def sparse(a, **o):
     o = {"k_scale": a.k_scale, "v_scale": a.v_scale, "out": a.out, "config": a.config, **o}
+    o.setdefault("page_stats_scale", a.page_stats_scale)
     return tsattn.sparse_decode(a.q, a.k_cache, a.v_cache, a.page_stats, a.page_table, a.seq_lens, **o)
 
 
@@ -217,6 +219,7 @@ def changed(tensor, place, value):
 def written(bag):
     """Everything that an op could write to, with copies."""
     tensors = [bag.k_cache, bag.v_cache, bag.page_stats, bag.out, bag.scores, *bag.selection]
+    tensors += [] if bag.page_stats_scale is None else [bag.page_stats_scale]
     return [(tensor, tensor.detach().clone()) for tensor in tensors]
 
 
@@ -258,6 +261,40 @@ def test_wrong_scale(op, name, kv_dtype):
     op(bag, **{name: 0.5})
     op(bag, **{name: 1})
     op(bag, **{name: torch.tensor(0.5)})
+
+
+STORED = (append, rebuild, score, sparse)
+WRONG_STATS_SCALE = [
+    (STORED, None, "page_stats_scale is needed for int8 page_stats"),
+    (STORED, 0.5, "page_stats_scale must be a tensor"),
+    (STORED, lambda s: s[..., 0], "page_stats_scale must have shape"),
+    (STORED, lambda s: s[:-1], "page_stats_scale must have shape"),
+    (STORED, lambda s: s[:, :1], "page_stats_scale must have shape"),
+    (STORED, lambda s: s[..., :1], "page_stats_scale must have shape"),
+    (STORED, lambda s: s.half(), "page_stats_scale must have dtype float32"),
+    (STORED, lambda s: s.double(), "page_stats_scale must have dtype float32"),
+    (STORED, lambda s: s.transpose(1, 2).contiguous().transpose(1, 2), "page_stats_scale must have contiguous M"),
+    (STORED, lambda s: s.to(META), "one device"),
+    (STORED, lambda s: s.requires_grad_(), "page_stats_scale requires a grad"),
+    ((append, rebuild), lambda s: s[:1].expand(s.shape), "page_stats_scale is written to"),
+]
+
+
+@pytest.mark.parametrize(("ops", "value", "word"), WRONG_STATS_SCALE)
+def test_wrong_scale_of_statistics(ops, value, word):
+    for op in ops:
+        op(make(stats_dtype=torch.int8))
+        bag = make(stats_dtype=torch.int8)
+        before = written(bag)
+        value_here = value(bag.page_stats_scale.clone()) if callable(value) else value
+        refuse(op, bag, before, word, page_stats_scale=value_here)
+
+
+@pytest.mark.parametrize("op", STORED)
+def test_a_scale_belongs_to_int8_statistics_alone(op):
+    for stats_dtype in (None, torch.bfloat16):
+        bag = make(stats_dtype=stats_dtype)
+        refuse(op, bag, written(bag), "page_stats_scale belongs to int8", page_stats_scale=torch.ones(bag.page_stats.shape[:3]))
 
 
 def test_head_dim_limits():

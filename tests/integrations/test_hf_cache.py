@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import DynamicCache, LlamaConfig
 
+import tsattn
 from tests.integrations.models import CACHE, SIZES, build, prompts
 from tsattn import SparseConfig
 from tsattn.integrations import hf
@@ -331,3 +332,28 @@ def test_rows_are_selected_by_negative_and_boolean_indices():
         assert_same_bits(layer.keys, keys[[-1, 0]])
         cache.batch_select_indices(torch.tensor([False, True]))
         assert_same_bits(layer.keys, keys[:1])
+
+
+@pytest.mark.parametrize("how", [{}, {"num_beams": 3}, {"prefill_chunk_size": 7}])
+def test_int8_statistics_are_written_and_read(how):
+    model = build("llama")
+    ids, mask = prompts([40, 61])
+    config = SparseConfig(page_size=4, token_budget=16, recent_pages=1, parts=1, stats_dtype=torch.int8)
+    cache = hf.make_cache(model.config, config)
+    with hf.sparse(model, config, trace=True) as handle:
+        model.generate(ids, attention_mask=mask, max_new_tokens=9, do_sample=False, **{CACHE: cache}, **how)
+    layer = cache.paged_layers[0]
+    pool, trace = layer.pool, next(t for t in reversed(handle.traces) if t.layer == 0)
+    table, lens = pool.tables(layer.seqs)
+    stats, scale = torch.zeros_like(pool.page_stats), torch.zeros_like(pool.page_stats_scale)
+    tsattn.rebuild_page_stats(pool.k_cache, stats, table, lens, kind="means", page_stats_scale=scale)
+    used = sorted({page for seq in layer.seqs for page in pool.pages(seq)})
+    assert stats.dtype == torch.int8
+    assert_same_bits(pool.page_stats[used], stats[used])
+    assert_same_bits(pool.page_stats_scale[used], scale[used])
+    if not how.get("num_beams"):  # beams are put in order once more after the last step
+        ranking = {"page_size": 4, "kind": "means", "page_stats_scale": scale, "softmax_scale": trace.softmax_scale}
+        scores = tsattn.score_pages(trace.query, stats, table, lens, **ranking)
+        expected = tsattn.select_pages(scores, lens, page_size=4, budget=16)
+        assert torch.equal(trace.selection.page_ids, expected.page_ids)
+    assert handle.stats()["kv_share"] < 0.5
