@@ -160,11 +160,14 @@ def test_any_strides_of_the_scale(impl, kind, parts):
     case = make_case([100, 33], kind=kind, parts=parts, stats_dtype=torch.int8)
     pages, heads, m = case.page_stats_scale.shape
     expected = score(case, impl)
-    for storage in (
+    storages = [
         torch.full((heads, pages, m), math.nan).transpose(0, 1),
         torch.full((pages, 2 * heads, m), math.nan)[:, ::2],
         torch.full((pages, heads, m + 3), math.nan)[..., 1 : m + 1],
-    ):
+    ]
+    if m == 1:
+        storages.append(torch.full((pages, 1, heads), math.nan).transpose(1, 2).as_strided((pages, heads, 1), (heads, 1, 7)))
+    for storage in storages:
         rebuilt = torch.zeros_like(case.page_stats)
         options = {"kind": kind, "page_stats_scale": storage, "impl": impl}
         tsattn.rebuild_page_stats(case.k_cache, rebuilt, case.page_table, case.seq_lens, **options)
