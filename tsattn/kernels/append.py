@@ -213,12 +213,9 @@ def append_kv(
     kind: str,
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
-    page_stats_scale: torch.Tensor | None = None,
     scratch: Scratch | None = None,
 ) -> None:
     """Write tokens into the cache and recompute the statistics of the pages they touch."""
-    if page_stats_scale is not None:
-        raise NotImplementedError("int8 page statistics")
     num_pages, page_size, num_kv_heads, head_dim = k_cache.shape
     num_tokens = k.shape[0]
     if num_tokens == 0:
@@ -287,12 +284,9 @@ def rebuild_page_stats(
     *,
     kind: str,
     k_scale: torch.Tensor | None,
-    page_stats_scale: torch.Tensor | None = None,
     scratch: Scratch | None = None,
 ) -> None:
     """Recompute the statistics of every page that a row uses, from the cache."""
-    if page_stats_scale is not None:
-        raise NotImplementedError("int8 page statistics")
     num_pages, page_size, num_kv_heads, head_dim = k_cache.shape
     num_rows, num_cells = page_table.shape
     if num_rows * num_cells == 0:

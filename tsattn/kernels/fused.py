@@ -226,7 +226,6 @@ def sparse_decode(
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
     plan: str,
-    page_stats_scale: torch.Tensor | None = None,
     scratch: Scratch | None = None,
     counters: torch.Tensor | None = None,
 ) -> None:
@@ -235,8 +234,6 @@ def sparse_decode(
     `counters` holds at least :func:`num_counters` int32, all zero; they are zero again afterwards. After a launch that was
     aborted the caller zeroes them. Of `scores` only a row's own pages are written by a fused plan.
     """
-    if page_stats_scale is not None:
-        raise NotImplementedError("int8 page statistics")
     num_rows, num_cells = page_table.shape
     num_pages, page_size, num_kv_heads, _ = k_cache.shape
     width = page_ids.shape[2]

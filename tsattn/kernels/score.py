@@ -314,12 +314,9 @@ def score_pages(
     box_scale: float | torch.Tensor,
     softmax_scale: float,
     group_reduce: str,
-    page_stats_scale: torch.Tensor | None = None,
     scratch: Scratch | None = None,
 ) -> None:
     """Score all pages of all rows; -inf past a row's last page."""
-    if page_stats_scale is not None:
-        raise NotImplementedError("int8 page statistics")
     num_rows, num_cells = page_table.shape
     if num_rows * num_cells == 0:
         return
