@@ -13,19 +13,15 @@ from tsattn.summaries import SUMMARIES, parts_of_full_page, sub_page_slots
 from tsattn.torch_path.blocks import RowPages, pieces, row_pages, stats_blocks
 
 
-def _products(coefficients: Tensor, blocks: Tensor, row: RowPages, summed: bool) -> list[Tensor]:
-    """Coefficients [HKV, G, M, D] times the pages' M vectors: [HKV, P, G] each, M of them or their sum.
+def _products(coefficients: Tensor, blocks: Tensor, row: RowPages, summed: bool) -> Tensor:
+    """Coefficients [HKV, G, M, D] times the pages' M vectors: their sum [HKV, P, G], or each [HKV, P * M, G].
 
-    A product of many rows with few columns runs at the speed of memory; the transposed one takes twice the time.
+    What isn't summed has one coefficient vector for all M. A product of many rows with few columns runs at the speed of memory;
+    the transposed one takes twice the time, and one of every second row three times.
     """
-    wanted = [coefficients.flatten(2)] if summed else coefficients.unbind(2)
-    columns = [c.transpose(1, 2) for c in wanted]
-    found: list[list[Tensor]] = [[] for _ in columns]
-    for part in pieces(blocks, row):
-        vectors = [part.flatten(2)] if summed else part.unbind(2)
-        for some, vector, column in zip(found, vectors, columns, strict=True):
-            some.append(torch.bmm(vector, column))
-    return [some[0] if len(some) == 1 else torch.cat(some, dim=1) for some in found]
+    columns = (coefficients.flatten(2) if summed else coefficients[:, :, 0]).transpose(1, 2)
+    found = [torch.bmm(part.flatten(2) if summed else part.flatten(1, 2), columns) for part in pieces(blocks, row)]
+    return found[0] if len(found) == 1 else torch.cat(found, dim=1)
 
 
 def _head_scores(
@@ -36,16 +32,16 @@ def _head_scores(
     m = blocks.shape[2]
     if isinstance(box_scale, Tensor):
         box_scale = box_scale[:, None, None]
-    products = _products(summary.coefficients(q, m, scale, box_scale), blocks, row, summary.combine == "sum")
-    for product in products:
-        product.mul_(scale)
-    if len(products) == 1:
-        return _bounded(products[0])
+    product = _products(summary.coefficients(q, m, scale, box_scale), blocks, row, summary.combine == "sum").mul_(scale)
+    if summary.combine == "sum" or m == 1:
+        return _bounded(product)
     num_pages, width = row.cells.shape[0], sub_page_slots(page_size, m)
+    parts = product.view(product.shape[0], num_pages, m, -1).permute(2, 0, 1, 3).contiguous()  # [M, HKV, P, G]
     for j in range(1, m):
         held = -(-(length - j * width) // page_size) if j * width < page_size else 0  # pages whose part j has a token
-        products[j][:, max(0, min(num_pages, held)) :] = -math.inf
-    return _bounded(functools.reduce(torch.logaddexp, products).sub_(math.log(parts_of_full_page(page_size, m))))
+        parts[j, :, max(0, min(num_pages, held)) :] = -math.inf
+    # logsumexp is several times slower than logaddexp of contiguous tensors.
+    return _bounded(functools.reduce(torch.logaddexp, parts.unbind(0)).sub_(math.log(parts_of_full_page(page_size, m))))
 
 
 def _page_softmax(scores: Tensor) -> Tensor:
