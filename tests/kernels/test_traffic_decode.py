@@ -253,7 +253,6 @@ def test_what_stages_hand_on_is_written_once_and_read(plan, name):
     assert count.stored == count.unique_written == count.unique_read > 0
 
 
-@pytest.mark.xfail(strict=True, reason="the number of splits is written although no list can have two, and nothing is merged")
 def test_the_number_of_splits_is_written_for_a_merge_only():
     t, _ = decode(traffic_case((100,), dim=16), tsattn.SparseConfig(token_budget=64, plan="separate"))
     assert not t.scratch["split_counts"].stored
