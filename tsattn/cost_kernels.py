@@ -220,8 +220,8 @@ def select(
 
 
 def _translate(kept: int) -> Cost:
-    """Physical pages of a finished list; its last entry is looked at once more, for the tokens."""
-    reads = {"page_ids": (kept + (kept > 0)) * I32, "page_table": kept * I32}
+    """Physical pages of a finished list, and how many tokens they hold."""
+    reads = {"page_ids": kept * I32, "page_table": kept * I32}
     return Cost(reads, {"physical": kept * I32, "tokens": I32})
 
 
