@@ -236,8 +236,7 @@ def _select_list(
         return cost
     scores = plan.candidates
     if name == "stream":
-        again = 0 if plan.candidates == plan.need else rounds * max(plan.candidates - max_block, 0)
-        scores = 2 * plan.candidates + again
+        scores += 0 if plan.candidates == plan.need else rounds * max(plan.candidates - max_block, 0)
     cost += Cost({"scores": scores * F32})
     if name == "two_level":
         ends = [(c * max_block, (c + 1) * max_block) for c in range(chunks)]
