@@ -86,7 +86,7 @@ def score(
     boxes : bool
         A box scale per head.
     plan : str
-        As ``SparseConfig.plan``: by a fused plan only the tiles of a row's own pages are scored.
+        As ``SparseConfig.plan``: by a fused plan only a row's own pages have scores.
     """
     block_m = pow2(layer.vectors) if layer.kind == "means" else 1
     pages = max(16 // block_m, 2 * tiles.BLOCK_P // pow2(layer.vectors), 1)
@@ -101,7 +101,7 @@ def _score_row(layer: Layer, length: int, cells: int, tile: int, reduce: str, bo
     active, programs = cdiv(used, tile), cdiv(cells, tile)
     if plan in ("two", "ticket"):
         active = max(active, 1)  # of an empty row, too: somebody must write its empty lists
-    scores = cells if plan == "separate" else min(active * tile, cells)
+    scores = cells if plan == "separate" else used
     reads = {
         "seq_lens": (1 if plan == "row" else programs) * I32,
         "page_table": used * I32,
