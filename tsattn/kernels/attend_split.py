@@ -142,11 +142,12 @@ def _load_tile(t, c, g, span, entries_row, table_row, first, BLOCK: tl.constexpr
     else:
         logical = tl.load(entries_row + index.to(tl.int64) * t.stride_ik, mask=index < span.count, other=-1).to(tl.int32)
         position = logical * c.S + slot
-        visible = (index < span.count) & (logical >= 0) & (logical < span.num_used) & (position < span.end)
+        visible = (index < span.count) & in_pool(logical, span.num_used) & (position < span.end)
         if c.HAS_WINDOW:
             visible = visible & (position >= span.first_visible)
         page = tl.load(table_row + logical.to(tl.int64) * t.stride_tn, mask=visible, other=-1)
-    return page.to(tl.int64), slot.to(tl.int64), visible & in_pool(page, g.num_pages)
+    # What isn't visible has page -1, which is in no pool.
+    return page.to(tl.int64), slot.to(tl.int64), in_pool(page, g.num_pages)
 
 
 @triton.jit
