@@ -50,7 +50,7 @@ class Tiles:
     BLOCK_T: int = 64
     MIN_TILES: int = 2
     MAX_SPLITS: int = 64
-    MAX_HEADS: int = 16
+    MAX_HEADS: int = 64
     FUSED_N: int = 2048
 
     @classmethod
