@@ -95,7 +95,7 @@ def _load_tiles(scores_row, stride_n, low, high, c):
     tiles = ()
     for i in tl.static_range(c.BLOCK_N // c.BLOCK_E):
         n = low + i * c.BLOCK_E + tl.arange(0, c.BLOCK_E)
-        tiles = tiles + (load_keys(scores_row, stride_n, n, low, high, c.CACHE),)
+        tiles += (load_keys(scores_row, stride_n, n, low, high, c.CACHE),)  # type: ignore[assignment]
     return tiles
 
 
