@@ -153,6 +153,21 @@ def measure(
         }
 
 
+def markdown(rows: list[dict]) -> str:
+    """Rows as the table of docs/performance.md: speed-up (share of the byte ideal), a column for each summary and budget."""
+    columns = list(dict.fromkeys((row["kind"], row["budget"]) for row in rows))
+    shapes: dict[tuple, dict[tuple, dict]] = {}
+    for row in rows:
+        shapes.setdefault((row["heads"], row["dtype"], row["context"]), {})[row["kind"], row["budget"]] = row
+    lines = [f"| HQ/HKV/D | dtype | context | {' | '.join(f'{kind} {budget:,}' for kind, budget in columns)} |"]
+    lines.append("|---|---|---:|" + "---:|" * len(columns))
+    for (heads, dtype, context), cells in shapes.items():
+        shown = [cells.get(column) for column in columns]
+        texts = [f"{row['speed_up']:.1f}x ({row['share_of_ideal']:.0%})" if row else "" for row in shown]
+        lines.append(f"| {heads} | {dtype} | {context:,} | {' | '.join(texts)} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Parse, measure, write a row at a time, print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -165,7 +180,12 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=6.0, help="per shape; at least three rounds are taken")
     parser.add_argument("--out", type=Path, help="JSON lines, written anew")
+    parser.add_argument("--show", type=Path, metavar="FILE", help="print the --kinds of such a file as a Markdown table")
     args = parser.parse_args()
+    if args.show:
+        rows = [json.loads(line) for line in args.show.read_text().splitlines()]
+        print(markdown([row for row in rows if row["kind"] in args.kinds]))
+        return
     torch.set_num_threads(args.threads)
     rows = []
     shapes = list(product(args.heads, args.dtypes, args.contexts))

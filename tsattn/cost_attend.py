@@ -110,7 +110,7 @@ def _partial(layer: Layer, heads: int, splits: int) -> dict[str, int]:
 
 def split_counts(splits: int, heads: int) -> Cost:
     """How many splits a list has, told to a merge that is a launch of its own, if there is one: by at most `splits`."""
-    return Cost({"split_counts": heads * I32 if splits > 1 else 0}, {"split_counts": I32})
+    return Cost({"split_counts": heads * I32}, {"split_counts": I32}) if splits > 1 else Cost()
 
 
 def attend_list(

@@ -50,7 +50,7 @@ class Tiles:
     BLOCK_T: int = 64
     MIN_TILES: int = 2
     MAX_SPLITS: int = 64
-    MAX_HEADS: int = 16
+    MAX_HEADS: int = 64
     FUSED_N: int = 2048
 
     @classmethod
@@ -86,7 +86,7 @@ def score(
     boxes : bool
         A box scale per head.
     plan : str
-        As ``SparseConfig.plan``: by a fused plan only the tiles of a row's own pages are scored.
+        As ``SparseConfig.plan``: by a fused plan only a row's own pages have scores.
     """
     block_m = pow2(layer.vectors) if layer.kind == "means" else 1
     pages = max(16 // block_m, 2 * tiles.BLOCK_P // pow2(layer.vectors), 1)
@@ -101,7 +101,7 @@ def _score_row(layer: Layer, length: int, cells: int, tile: int, reduce: str, bo
     active, programs = cdiv(used, tile), cdiv(cells, tile)
     if plan in ("two", "ticket"):
         active = max(active, 1)  # of an empty row, too: somebody must write its empty lists
-    scores = cells if plan == "separate" else min(active * tile, cells)
+    scores = cells if plan == "separate" else used
     reads = {
         "seq_lens": (1 if plan == "row" else programs) * I32,
         "page_table": used * I32,
@@ -220,8 +220,8 @@ def select(
 
 
 def _translate(kept: int) -> Cost:
-    """Physical pages of a finished list; its last entry is looked at once more, for the tokens."""
-    reads = {"page_ids": (kept + (kept > 0)) * I32, "page_table": kept * I32}
+    """Physical pages of a finished list, and how many tokens they hold."""
+    reads = {"page_ids": kept * I32, "page_table": kept * I32}
     return Cost(reads, {"physical": kept * I32, "tokens": I32})
 
 
@@ -236,8 +236,7 @@ def _select_list(
         return cost
     scores = plan.candidates
     if name == "stream":
-        again = 0 if plan.candidates == plan.need else rounds * max(plan.candidates - max_block, 0)
-        scores = 2 * plan.candidates + again
+        scores += 0 if plan.candidates == plan.need else rounds * max(plan.candidates - max_block, 0)
     cost += Cost({"scores": scores * F32})
     if name == "two_level":
         ends = [(c * max_block, (c + 1) * max_block) for c in range(chunks)]

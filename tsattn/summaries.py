@@ -46,7 +46,7 @@ class Summary:
         ``coefficients(q [..., D], M, scale, box_scale) -> [..., M, D]``, ``box_scale`` a float or a tensor that
         broadcasts with ``q``.
     combine : {"sum", "logsumexp"}
-        How the M scaled products become a score.
+        How the M scaled products become a score. What is joined by logsumexp has the same coefficients for all M.
     directed : bool
         Narrow storage rounds vector 0 down and vector 1 up instead of to nearest.
     parts_choices : tuple of int

@@ -15,6 +15,12 @@ KNOWN_ISSUES = [
             ("sm_90", "decode-two-minmax-2-float16-int8-80-12-5-none-True-1", "_score_select_kernel"),
             ("sm_90", "decode-two-meanvar-2-float32-float32-64-16-1-sum-1", "_score_select_kernel"),
             ("sm_100", "decode-two-meanvar-2-float32-float32-64-16-1-sum-1", "_score_select_kernel"),
+            ("sm_90", "decode-two-means-2-bfloat16-bfloat16-128-16-4-max", "_score_select_kernel"),
+            ("sm_100", "decode-two-means-2-bfloat16-bfloat16-128-16-4-max", "_score_select_kernel"),
+            ("sm_90", "decode-two-means-2-bfloat16-bfloat16-128-16-64-max", "_score_select_kernel"),
+            ("sm_100", "decode-two-means-2-bfloat16-bfloat16-128-16-64-max", "_score_select_kernel"),
+            ("sm_90", "decode-ticket-minmax-2-float16-int8-80-12-5-none-True-1", "_ticket_kernel"),
+            ("sm_100", "decode-ticket-minmax-2-float16-int8-80-12-5-none-True-1", "_ticket_kernel"),
         )
     ),
 ]

@@ -97,15 +97,15 @@ def test_select_by_hand():
     cost = cost_kernels.select(Layer(1, 1, 8), [1000], 64, 10, recent_pages=4)
     assert cost == Cost({"seq_lens": 4, "scores": 58 * 4}, {"page_ids": 40, "page_counts": 4})
     stream = {"recent_pages": 4, "name": "stream", "rounds": 9}
-    assert cost_kernels.select(Layer(1, 1, 8), [1000], 64, 10, **stream).read["scores"] == 2 * 58 * 4
+    assert cost_kernels.select(Layer(1, 1, 8), [1000], 64, 10, **stream).read["scores"] == 58 * 4
     short = cost_kernels.select(Layer(1, 1, 8), [1000], 64, 10, cost_kernels.Tiles(MAX_BLOCK=16), **stream)
-    assert short.read["scores"] == (2 * 58 + 9 * 42) * 4
+    assert short.read["scores"] == (58 + 9 * 42) * 4
 
 
 def test_physical_lists_by_hand():
-    """10 pages kept of 63: their ids are read once and the last again, and each has its cell of the table."""
+    """10 pages kept of 63: their ids are read once, and each has its cell of the table."""
     cost = cost_kernels.select(Layer(1, 1, 8), [1000], 64, 10, recent_pages=4, physical=True)
-    assert cost.read == {"seq_lens": 4, "scores": 58 * 4, "page_ids": 44, "page_table": 40}
+    assert cost.read == {"seq_lens": 4, "scores": 58 * 4, "page_ids": 40, "page_table": 40}
     assert cost.written == {"page_ids": 40, "page_counts": 4, "physical": 40, "tokens": 4}
 
 
@@ -128,7 +128,7 @@ def test_attend_by_hand():
         "k_cache": 24 * 8 * 2,
         "v_cache": 24 * 8 * 2,
     }
-    assert cost.written == {"out": 2 * 8 * 2, "lse": 2 * 4, "split_counts": 4} and cost.flops == 4 * 2 * 8 * 24
+    assert cost.written == {"out": 2 * 8 * 2, "lse": 2 * 4} and cost.flops == 4 * 2 * 8 * 24
 
 
 def test_splits_by_hand():
@@ -144,14 +144,13 @@ def test_plans_by_hand():
     """40 tokens: 3 pages in a table of 70, so 1 of 3 tiles; a list of 2 pages, 24 tokens, no second split."""
     layer = Layer(1, 1, 8, q_size=4)
     steps = {plan: cost_plans.decode(plan, layer, [40], 70, 32, recent_pages=1) for plan in cost_plans.PLANS}
-    same = {"page_stats": 3 * 32, "k_cache": 24 * 16, "v_cache": 24 * 16, "page_table": (3 + 2) * 4, "page_ids": 3 * 4}
+    same = {"page_stats": 3 * 32, "k_cache": 24 * 16, "v_cache": 24 * 16, "page_table": (3 + 2) * 4, "page_ids": 2 * 4}
     for plan, step in steps.items():
         assert {name: step.read[name] for name in same} == same
         assert step.read["physical"] == 8 and step.read["tokens"] == 4 and step.read["q"] == 2 * 32
-        scores = 70 if plan == "separate" else 32
-        rest = {"split_counts": 4} if plan == "separate" else {}
+        scores = 70 if plan == "separate" else 3
         lists = {"page_ids": 8, "page_counts": 4, "physical": 8, "tokens": 4}
-        assert step.written == {"scores": scores * 4, "out": 32, "lse": 4} | lists | rest
+        assert step.written == {"scores": scores * 4, "out": 32, "lse": 4} | lists
         # Three programs score, one selects; a program of the ticket plan asks for the row's length before it waits.
         assert step.read["seq_lens"] == {"separate": 4, "two": 4, "ticket": 5, "row": 2}[plan] * 4
     # "two": one tile arrives and resets; "ticket": the same, 3 + 1 tickets, the queue's reset, and a flag raised, looked at,

@@ -28,6 +28,7 @@ CASES = {
     "per-query-head": ({"kind": "minmax", "group": 3}, {"reduce": "none"}),
     "per-query-head-many": ({"heads_kv": 1, "group": 17, "dim": 16}, {"reduce": "none", "width": 1}),
     "many-query-heads": ({"heads_kv": 1, "group": 19, "dim": 16}, {}),
+    "chunks-of-query-heads": ({"heads_kv": 1, "group": 67, "dim": 16}, {}),
     "softcap-and-sinks": ({"group": 2}, {"softcap": 5.0, "sinks": torch.tensor([-1.0, 0.0, 2.0, 9.0])}),
     "sinks-per-query-head": ({"group": 2}, {"sinks": torch.tensor([-1.0, 0.0, 2.0, 9.0]), "reduce": "none"}),
     "int8": ({"kv_dtype": INT8, "dtype": BF16}, {}),
@@ -161,7 +162,7 @@ def in_order(monkeypatch, order):
 @pytest.mark.parametrize("plan", FUSED)
 def test_the_order_of_programs_does_not_show(plan, order, monkeypatch):
     """In the ticket plan it's the order of arrival that hands out work: programs at the end of the grid may come first."""
-    steps = [make("plain"), make("per-query-head"), make("many-query-heads")]
+    steps = [make("plain"), make("per-query-head"), make("chunks-of-query-heads")]
     with small_tiles():
         expected = [decode(case, "separate", **options) for case, options in steps]
         in_order(monkeypatch, order)

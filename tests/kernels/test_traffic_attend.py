@@ -171,16 +171,18 @@ def test_a_table_that_all_rows_share():
     check(case, 3)
 
 
+@pytest.mark.parametrize("group", [20, 64])
 @pytest.mark.parametrize("width", [None, 4])
-def test_large_groups(width):
-    check(traffic_case((100, 0), dim=16, heads_kv=1, group=20), width, once=False)
-
-
-@pytest.mark.xfail(strict=True, reason="keys and values are read once per 16 query heads of a list, not once per list")
-@pytest.mark.parametrize("width", [None, 4])
-def test_large_groups_read_every_token_once(width):
-    t = check(traffic_case((100,), dim=16, heads_kv=1, group=20), width, once=False)
+def test_large_groups_read_every_token_once(width, group):
+    t = check(traffic_case((100, 0), dim=16, heads_kv=1, group=group), width)
     assert t["k_cache"].loaded == t["k_cache"].unique_read and t["v_cache"].loaded == t["v_cache"].unique_read
+
+
+@pytest.mark.parametrize("width", [None, 4])
+def test_larger_groups_read_every_token_once_per_64_query_heads(width):
+    t = check(traffic_case((100, 0), dim=16, heads_kv=1, group=71), width, once=False)
+    for name in ("k_cache", "v_cache"):
+        assert t[name].loaded == 2 * t[name].unique_read
 
 
 @pytest.mark.parametrize("size_of", [(FP32, FP32), (BF16, BF16)])

@@ -2,7 +2,7 @@
 
 heap, tile    the candidates once
 two_level     the candidates once, and those of them again that a chunk puts forward
-stream        the candidates twice, and what lies past its first tile once more per round of the search, at most 32
+stream        the candidates once, and what lies past its first tile once more per round of the search, at most 32
 top_p         before that all pages of the row 36 times
 """
 
@@ -44,7 +44,7 @@ def expected_times(scores, lengths, kept, sink_pages, recent_pages, name, top_p)
             low, high = min(sink_pages, used - recent), used - recent
             need = kept[r][h] - recent - min(low, kept[r][h] - recent)
             if need:
-                times[r, h, low:high] += 2 if name == "stream" else 1
+                times[r, h, low:high] += 1
             if need and name == "stream":
                 resident = low + select_radix.max_block()
                 times[r, h, resident:high] += search_rounds(scores[r, h, low:high], need)

@@ -106,6 +106,9 @@ def test_a_figure_without_rows_is_left_out_with_a_message(tmp_path, capsys):
 
 def test_figures_read_the_sweep_of_the_pytorch_path(tmp_path):
     rows = list(cpu_path.measure("4/1/256", torch.bfloat16, 512, [64], ["minmax"], 0.0))
+    table = cpu_path.markdown([*rows, {**rows[0], "context": 1024, "budget": 2048, "speed_up": 1.25, "share_of_ideal": 0.5}])
+    assert [line.count("|") for line in table.splitlines()] == [6] * 4
+    assert table.splitlines()[-1] == "| 4/1/256 | bfloat16 | 1,024 |  | 1.2x (50%) |"
     file = tmp_path / "cpu_path.jsonl"
     file.write_text("".join(json.dumps(row | {"machine": machine(torch.device("cpu"))}) + "\n" for row in rows))
     source = plots.load(file)

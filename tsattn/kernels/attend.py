@@ -65,6 +65,14 @@ def _span(t, c, g, row, list_head):
     return Span(begin, count, num_used, first_visible, length)
 
 
+@triton.jit
+def _store_num_splits(t, c, g, row, list_head, chunk, split, num_splits):
+    """Tell the merge, if there is one, how many splits a list has: by one of the list's programs."""
+    # Told apart at run time: as a constant of the kernel it would be compiled again when a table outgrows one split.
+    mask = (split == 0) & (chunk == 0) & (g.splits > 1)
+    tl.store(t.split_counts + row * c.HL + list_head, num_splits, mask=mask)
+
+
 @triton.jit(do_not_specialize=GROWING)
 def _attend_kernel(
     t, N, K, num_pages, splits, stride_sr, stride_sh, stride_tr, stride_ir, stride_ih, sink_pages, recent_pages, window, c
@@ -75,7 +83,7 @@ def _attend_kernel(
     row, list_head, chunk, split = attend_program(tl.program_id(0), c, g)
     span = _span(t, c, g, row, list_head)
     num_splits, _tokens = num_splits_of(tl.maximum(span.count - span.begin, 0), c)
-    tl.store(t.split_counts + row * c.HL + list_head, num_splits, mask=(split == 0) & (chunk == 0))
+    _store_num_splits(t, c, g, row, list_head, chunk, split, num_splits)
     if split < num_splits:
         attend_split(t, c, g, span, row, list_head, chunk, split)
 
@@ -90,7 +98,7 @@ def _attend_lists_kernel(
     row, list_head, chunk, split = attend_program(tl.program_id(0), c, g)
     span = list_span(t, c, row, list_head)
     num_splits, _tokens = num_splits_of(span.count, c)
-    tl.store(t.split_counts + row * c.HL + list_head, num_splits, mask=(split == 0) & (chunk == 0))
+    _store_num_splits(t, c, g, row, list_head, chunk, split, num_splits)
     if split < num_splits:
         attend_split(t, c, g, span, row, list_head, chunk, split)
 

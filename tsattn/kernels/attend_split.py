@@ -12,13 +12,14 @@ pages, whatever S is.
 A list with one split is finished here; the others leave normalised fp32 partials for merge.py.
 """
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from tsattn.kernels.launch import Piece, block_dim, codes, head_rows, needs_f32_dot, stride_or_zero
+from tsattn.kernels.launch import MAX_HEADS, Piece, block_dim, codes, list_rows, needs_f32_dot, stride_or_zero
 from tsattn.kernels.primitives import LN2, LOG2E, as_operand, cdiv, dot, in_pool, round_to, tanh, to_f32
 from tsattn.scratch import Scratch
 from tsattn.tuning.space import Config, pick
@@ -142,11 +143,12 @@ def _load_tile(t, c, g, span, entries_row, table_row, first, BLOCK: tl.constexpr
     else:
         logical = tl.load(entries_row + index.to(tl.int64) * t.stride_ik, mask=index < span.count, other=-1).to(tl.int32)
         position = logical * c.S + slot
-        visible = (index < span.count) & (logical >= 0) & (logical < span.num_used) & (position < span.end)
+        visible = (index < span.count) & in_pool(logical, span.num_used) & (position < span.end)
         if c.HAS_WINDOW:
             visible = visible & (position >= span.first_visible)
         page = tl.load(table_row + logical.to(tl.int64) * t.stride_tn, mask=visible, other=-1)
-    return page.to(tl.int64), slot.to(tl.int64), visible & in_pool(page, g.num_pages)
+    # What isn't visible has page -1, which is in no pool.
+    return page.to(tl.int64), slot.to(tl.int64), in_pool(page, g.num_pages)
 
 
 @triton.jit
@@ -275,6 +277,12 @@ def attend_arguments(
     num_rows, num_heads, head_dim = q.shape
     _, page_size, num_kv_heads, _ = k_cache.shape
     config = attend_config(q.dtype, k_cache.dtype, v_cache.dtype, head_dim, page_size)
+    dot_f32 = needs_f32_dot(q.dtype, k_cache.dtype, v_cache.dtype)
+    # As many for lists per query head as for dense, so that the two give the same bits.
+    rows = list_rows(num_heads // num_kv_heads, dot_f32)
+    # A tile of many rows takes more registers than a thread of four warps has.
+    if rows > MAX_HEADS or (dot_f32 and num_heads // num_kv_heads >= MAX_HEADS):
+        config = replace(config, num_warps=max(config.num_warps, 8))
     splits = max_splits(config, width, page_size)
     part_out, part_lse = (scratch.take(*piece) for piece in partial_pieces(num_rows, num_heads, splits, head_dim))
     split_counts = scratch.take(*split_counts_piece(num_rows, num_lists))
@@ -327,14 +335,13 @@ def attend_arguments(
         D=head_dim,
         HAS_WINDOW=has_window,
         HAS_SOFTCAP=softcap > 0,
-        DOT_F32=needs_f32_dot(q.dtype, k_cache.dtype, v_cache.dtype),
+        DOT_F32=dot_f32,
         SAME_STRIDES=k_codes.stride() == v_codes.stride(),
         CACHE=cache,
         MIN_TILES=config["MIN_TILES"],
         MAX_SPLITS=config["MAX_SPLITS"],
         BLOCK_T=config["BLOCK_T"],
-        # As wide for lists per query head as for dense, so that the two give the same bits.
-        BLOCK_G=head_rows(num_heads // num_kv_heads),
+        BLOCK_G=rows,
         BLOCK_D=block_dim(head_dim),
     )
     return tensors, shape, config, splits

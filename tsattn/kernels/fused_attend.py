@@ -16,8 +16,10 @@ from tsattn.kernels.merge import merge_heads
 @triton.jit
 def merge_chunk(t, c, g, row, list_head, chunk, num_splits):
     """Merge the splits of one chunk of a list's query heads."""
-    in_list = chunk * c.BLOCK_G + tl.arange(0, c.BLOCK_G)
-    merge_heads(t, c, g, row, list_head * c.GL + in_list, in_list < c.GL, num_splits, c.BLOCK_G)
+    HEADS: tl.constexpr = c.BLOCK_G if c.BLOCK_G < 16 else 16  # whose results fit the registers
+    for first in range(0, c.BLOCK_G, HEADS):
+        in_list = chunk * c.BLOCK_G + first + tl.arange(0, HEADS)
+        merge_heads(t, c, g, row, list_head * c.GL + in_list, in_list < c.GL, num_splits, HEADS)
 
 
 @triton.jit(do_not_specialize=[*GROWING, "num_rows"])

@@ -9,10 +9,9 @@ import triton.language as tl
 
 from tsattn.kernels.attend_split import attend_split, list_span, num_splits_of
 from tsattn.kernels.fused_attend import merge_chunk
-from tsattn.kernels.fused_score import select_lists_of_head
+from tsattn.kernels.fused_score import score_own_pages, select_lists_of_head
 from tsattn.kernels.launch import GROWING, Growing
 from tsattn.kernels.primitives import pages_of
-from tsattn.kernels.score import score_tile
 
 
 @triton.jit
@@ -58,7 +57,7 @@ def _row_kernel(
     length = tl.load(score_t.seq_lens + row * score_t.stride_len)
     num_used = pages_of(length, N, c.S).to(tl.int32)
     for first in range(0, num_used, score_c.BLOCK_P):
-        score_tile(score_t, score_c, g, row, head, first, num_used, length)
+        score_own_pages(score_t, score_c, g, row, head, first, num_used, length)
     tl.debug_barrier()
     select_lists_of_head(select_t, select_c, g, row, head, c.HKV)
     tl.debug_barrier()

@@ -15,6 +15,26 @@ from tsattn.kernels.select_radix import select_list
 
 
 @triton.jit
+def score_own_pages(t, c, g, row, head, first, num_used, length):
+    """Score one tile as if the table ended with the row: what lies behind a row's last page is not written."""
+    own = Growing(
+        num_used,
+        g.K,
+        g.num_pages,
+        g.splits,
+        g.stride_sr,
+        g.stride_sh,
+        g.stride_tr,
+        g.stride_ir,
+        g.stride_ih,
+        g.sink_pages,
+        g.recent_pages,
+        g.window,
+    )
+    score_tile(t, c, own, row, head, first, num_used, length)
+
+
+@triton.jit
 def select_lists_of_head(t, c, g, row, head, HKV: tl.constexpr):
     """Select for every list of one KV head."""
     LISTS: tl.constexpr = c.H // HKV
@@ -26,10 +46,10 @@ def select_lists_of_head(t, c, g, row, head, HKV: tl.constexpr):
 def score_and_select(score_t, score_c, select_t, select_c, g, counters, row, head, first):
     """Score one tile; the last one of a row and KV head selects. Returns whether this was it."""
     length = tl.load(score_t.seq_lens + row * score_t.stride_len)
-    num_used = pages_of(length, g.N, score_c.S)
+    num_used = pages_of(length, g.N, score_c.S).to(tl.int32)
     last = first < 0
     if (first < num_used) | (first == 0):  # an empty row has one tile, too: somebody must write its empty lists
-        score_tile(score_t, score_c, g, row, head, first, num_used, length)
+        score_own_pages(score_t, score_c, g, row, head, first, num_used, length)
         others = tl.maximum(cdiv(num_used, score_c.BLOCK_P), 1) - 1
         last = is_last(arrivals_of_row(counters, score_c, row, head), others)
         if last:

@@ -108,6 +108,20 @@ def head_rows(heads: int) -> int:
     return min(MAX_HEADS, next_pow2(heads))
 
 
+#: The most query heads that one program of attention takes where their products run on NVIDIA's tensor cores.
+MAX_LIST_HEADS = 64
+
+
+def list_rows(heads: int, dot_f32: bool) -> int:
+    """As :func:`head_rows` for attention, where every chunk of heads reads K and V again, so chunks are as large as fits.
+
+    More than 16 rows of fp32 products, or of AMD's accumulators, don't fit the registers.
+    """
+    if not INTERPRET and (dot_f32 or _is_hip(driver.active)):
+        return head_rows(heads)
+    return min(MAX_LIST_HEADS, next_pow2(heads))
+
+
 def needs_f32_dot(*dtypes: torch.dtype) -> bool:
     """Whether matrix products of these types run in fp32: in the interpreter, for fp32 and for mixed float types.
 

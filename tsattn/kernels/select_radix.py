@@ -1,13 +1,14 @@
 """Exact top-K by radix selection on the order-preserving uint32 key of the scores.
 
 The threshold is found bit by bit, from the top: a bit stays set while at least `need` keys reach the trial value, and the
-search ends as soon as exactly `need` do. Of the pages at the threshold itself the lowest are taken. One cumulative sum of a
-packed pair (above, at) then gives each chosen page its place, in page order.
+search ends as soon as exactly `need` do. Of the pages at the threshold itself the lowest are taken; how many follows from the
+last trial that was too high. One cumulative sum of a packed pair (above, at) then gives each chosen page its place, in page
+order.
 
     _select_tile_kernel      one program per (row, head); all keys of the row in registers      N <= MAX_BLOCK
     _select_chunk_kernel     one program per (row, head, chunk): the chunk's own top `need`     two levels, the first
     _select_merge_kernel     one program per (row, head): top `need` of all chunks' candidates  two levels, the second
-    _select_stream_kernel    one program per (row, head), which re-reads the row's keys         any N, any K
+    _select_stream_kernel    one program per (row, head), which re-reads keys past BLOCK_N      any N, any K
 """
 
 import torch
@@ -22,55 +23,6 @@ from tsattn.tuning.space import pick
 
 
 @triton.jit
-def _threshold(keys, need, num_candidates):
-    """Key that `need` of the keys [BLOCK] reach, exactly or with ties at the key itself; keys of 0 don't count."""
-    threshold = tl.where(num_candidates == need, 1, 0).to(tl.uint32)
-    reached = num_candidates
-    bit = 31
-    while (bit >= 0) & (reached != need):
-        trial = threshold | (tl.full([], 1, tl.uint32) << bit)
-        count = tl.sum((keys >= trial).to(tl.int32), axis=0)
-        threshold = tl.where(count >= need, trial, threshold)
-        reached = tl.where(count >= need, count, reached)
-        bit -= 1
-    return threshold
-
-
-@triton.jit
-def _emit(out, stride_out, values, keys, threshold, ties, above_before, at_before):
-    """Write the values of the keys above the threshold, and of the first `ties` at it, in order from out[0].
-
-    `above_before` and `at_before` count what earlier tiles held; the counts including this tile are returned.
-    """
-    above = keys > threshold
-    at = keys == threshold
-    packed = above.to(tl.int32) + (at.to(tl.int32) << 16)
-    running = tl.cumsum(packed, axis=0)
-    num_above = above_before + (running & 0xFFFF) - above.to(tl.int32)
-    num_at = at_before + (running >> 16) - at.to(tl.int32)
-    place = num_above + tl.minimum(num_at, ties)
-    chosen = above | (at & (num_at < ties))
-    tl.store(out + place.to(tl.int64) * stride_out, values, mask=chosen)
-    total = tl.sum(packed, axis=0)
-    return above_before + (total & 0xFFFF), at_before + (total >> 16)
-
-
-@triton.jit
-def _num_ties(keys, threshold, need):
-    """How many pages at the threshold are still needed."""
-    return need - tl.sum((keys > threshold).to(tl.int32), axis=0)
-
-
-@triton.jit
-def choose_resident(out, stride_out, scores_row, stride_n, low, high, need, c):
-    """Write the top `need` of pages [low, high), at most BLOCK_N, from out[0] on: keys are held in registers."""
-    n = low + tl.arange(0, c.BLOCK_N)
-    keys = load_keys(scores_row, stride_n, n, low, high, c.CACHE)
-    threshold = _threshold(keys, need, high - low)
-    _emit(out, stride_out, n, keys, threshold, _num_ties(keys, threshold, need), 0, 0)
-
-
-@triton.jit
 def _count_reached(scores_row, stride_n, low, high, trial, c):
     """Pages of [low, high) whose key is at least `trial`."""
     count = 0
@@ -81,28 +33,90 @@ def _count_reached(scores_row, stride_n, low, high, trial, c):
 
 
 @triton.jit
-def choose_any(out, stride_out, scores_row, stride_n, low, high, need, c):
-    """As :func:`choose_resident` for any number of pages: keys past the first tile are read again for every bit."""
-    resident = load_keys(scores_row, stride_n, low + tl.arange(0, c.BLOCK_N), low, high, c.CACHE)
-    rest = low + c.BLOCK_N
-    threshold = tl.where(high - low == need, 1, 0).to(tl.uint32)
-    reached = high - low
+def _search(scores_row, stride_n, tiles, rest, high, need, num_candidates, c):
+    """(key that `need` of the candidates reach, how many of those at the key itself are needed).
+
+    Candidates are the keys of `tiles`, where 0 doesn't count, and of pages [rest, high), which are read again for every bit.
+    """
+    threshold = tl.where(num_candidates == need, 1, 0).to(tl.uint32)
+    reached = num_candidates
+    missed = 0  # keys that reach the last trial that was too high: in the end it is the next key above the threshold
     bit = 31
     while (bit >= 0) & (reached != need):
         trial = threshold | (tl.full([], 1, tl.uint32) << bit)
-        count = tl.sum((resident >= trial).to(tl.int32), axis=0)
-        count += _count_reached(scores_row, stride_n, rest, high, trial, c)
+        hits = (tiles[0] >= trial).to(tl.int32)
+        for i in tl.static_range(1, len(tiles)):
+            hits += (tiles[i] >= trial).to(tl.int32)
+        count = tl.sum(hits, axis=0) + _count_reached(scores_row, stride_n, rest, high, trial, c)
         threshold = tl.where(count >= need, trial, threshold)
         reached = tl.where(count >= need, count, reached)
+        missed = tl.where(count >= need, missed, count)
         bit -= 1
-    # 0xFFFFFFFF is no score's key, so threshold + 1 doesn't wrap.
-    ties = _num_ties(resident, threshold, need) - _count_reached(scores_row, stride_n, rest, high, threshold + 1, c)
-    above_before = 0
-    at_before = 0
+    # Where exactly `need` keys reach the threshold no tie is left out, however many there are.
+    return threshold, tl.where(reached == need, need, need - missed)
+
+
+@triton.jit
+def _flags(keys, threshold):
+    """1 for a key above the threshold, 2**16 for one at it: sums of a tile of them stay apart."""
+    return (keys > threshold).to(tl.int32) | ((keys == threshold).to(tl.int32) << 16)
+
+
+@triton.jit
+def _emit(out, stride_out, values, flags, ties, above_before, at_before):
+    """Write the values that are above the threshold, and the first `ties` at it, in order from out[0].
+
+    `above_before` and `at_before` count what earlier tiles held; the counts including this tile are returned.
+    """
+    above = flags & 1
+    at = flags >> 16
+    running = tl.cumsum(flags, axis=0)
+    num_above = above_before + (running & 0xFFFF) - above
+    num_at = at_before + (running >> 16) - at
+    place = num_above + tl.minimum(num_at, ties)
+    chosen = (above != 0) | ((at != 0) & (num_at < ties))
+    tl.store(out + place.to(tl.int64) * stride_out, values, mask=chosen)
+    total = tl.sum(flags, axis=0)
+    return above_before + (total & 0xFFFF), at_before + (total >> 16)
+
+
+@triton.jit
+def choose_resident(out, stride_out, scores_row, stride_n, low, high, need, c):
+    """Write the top `need` of pages [low, high), at most BLOCK_N, from out[0] on: keys are held in registers."""
+    n = low + tl.arange(0, c.BLOCK_N)
+    keys = load_keys(scores_row, stride_n, n, low, high, c.CACHE)
+    threshold, ties = _search(scores_row, stride_n, (keys,), high, high, need, high - low, c)
+    _emit(out, stride_out, n, _flags(keys, threshold), ties, 0, 0)
+
+
+@triton.jit
+def _load_tiles(scores_row, stride_n, low, high, c):
+    """Keys of the first BLOCK_N pages from `low` on, as tiles of BLOCK_E."""
+    tiles = ()
+    for i in tl.static_range(c.BLOCK_N // c.BLOCK_E):
+        n = low + i * c.BLOCK_E + tl.arange(0, c.BLOCK_E)
+        tiles += (load_keys(scores_row, stride_n, n, low, high, c.CACHE),)  # type: ignore[assignment]
+    return tiles
+
+
+@triton.jit
+def choose_any(out, stride_out, scores_row, stride_n, low, high, need, c):
+    """As :func:`choose_resident` for any number of pages: keys past the first BLOCK_N are read again for every bit."""
+    tiles = _load_tiles(scores_row, stride_n, low, high, c)
+    rest = low + c.BLOCK_N
+    threshold, ties = _search(scores_row, stride_n, tiles, rest, high, need, high - low, c)
+    # Written tile by tile, since a cumulative sum takes many registers; until then a key is two bits of one word per tile.
+    marks = _flags(tiles[0], threshold)
+    for i in tl.static_range(1, len(tiles)):
+        marks |= _flags(tiles[i], threshold) << i
+    above = 0
+    at = 0
     for first in tl.range(low, high, c.BLOCK_E, num_stages=1):
         n = first + tl.arange(0, c.BLOCK_E)
-        keys = load_keys(scores_row, stride_n, n, low, high, c.CACHE)
-        above_before, at_before = _emit(out, stride_out, n, keys, threshold, ties, above_before, at_before)
+        tile = tl.minimum((first - low) // c.BLOCK_E, 15)  # no shift past the word where the marks don't count
+        flags = _flags(load_keys(scores_row, stride_n, n, rest, high, c.CACHE), threshold)
+        flags = tl.where(first < rest, (marks >> tile) & 0x10001, flags)
+        above, at = _emit(out, stride_out, n, flags, ties, above, at)
 
 
 @triton.jit
@@ -214,8 +228,9 @@ def _select_merge_kernel(
         i = tl.arange(0, c.BLOCK_N)
         n = tl.load(chosen + row_head.to(tl.int64) * num_chosen + i, mask=i < num_chosen, other=-1)
         keys = load_keys(scores_row, t.stride_sn, n, 0, plan.num_used, c.CACHE)
-        threshold = _threshold(keys, need, tl.sum((n >= 0).to(tl.int32), axis=0))
-        _emit(out, t.stride_ik, n, keys, threshold, _num_ties(keys, threshold, need), 0, 0)
+        num_candidates = tl.sum((n >= 0).to(tl.int32), axis=0)
+        threshold, ties = _search(scores_row, t.stride_sn, (keys,), 0, 0, need, num_candidates, c)
+        _emit(out, t.stride_ik, n, _flags(keys, threshold), ties, 0, 0)
     close_list(t, c, g, plan, row, head)
 
 

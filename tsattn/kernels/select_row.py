@@ -118,10 +118,10 @@ def close_list(t, c, g, plan, row, head):
             page = tl.load(table_row + logical.to(tl.int64) * t.stride_tn, mask=i < plan.kept, other=-1)
             page = tl.where(in_pool(page, g.num_pages), page, -1).to(tl.int32)
             tl.store(t.physical + row_head * g.K + i, page, mask=i < plan.kept)
-        last = tl.load(ids_row + (plan.kept - 1).to(tl.int64) * t.stride_ik, mask=plan.kept > 0, other=-1)
-        unfilled = tl.maximum(plan.num_used * c.S - plan.length, 0)
-        unfilled = tl.where((last == plan.num_used - 1) & (plan.kept > 0), unfilled, 0)
-        tl.store(t.tokens + row_head, (plan.kept * c.S - unfilled).to(tl.int32))
+            # The lane that has the last entry knows whether its page is the row's last one, and so the list's tokens.
+            unfilled = tl.where(logical == plan.num_used - 1, tl.maximum(plan.num_used * c.S - plan.length, 0), 0)
+            tl.store(t.tokens + row_head + 0 * i, (plan.kept * c.S - unfilled).to(tl.int32), mask=i == plan.kept - 1)
+        tl.store(t.tokens + row_head, 0, mask=plan.kept == 0)
 
 
 @triton.jit

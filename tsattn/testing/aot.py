@@ -307,6 +307,10 @@ def cases() -> dict[str, Callable[[], None]]:
     add(_attend, FP16, INT8, 80, 16, 4, 128, extras=True)
     add(_attend, FP32, INT8, 256, 64, 4, None)
     add(_attend, BF16, BF16, 128, 16, 71, 128)
+    add(_attend, BF16, BF16, 128, 16, 32, 128)
+    add(_attend, FP32, FP32, 128, 16, 64, 128)
+    add(_attend, FP32, FP32, 256, 16, 16, None)
+    add(_attend, BF16, FP8, 256, 64, 64, 32)
 
     for plan in kernels.PLANS:
         add(_decode, plan, "means", 2, BF16, BF16, 128, 16, 4, "max")
@@ -314,6 +318,8 @@ def cases() -> dict[str, Callable[[], None]]:
         add(_decode, plan, "minmax", 2, FP16, INT8, 80, 12, 5, "none", extras=True, rows=1)
     add(_decode, "two", "meanvar", 2, FP32, FP32, 64, 16, 1, "sum", cells=1)
     add(_decode, "ticket", "minmax", 2, BF16, FP8, 256, 64, 17, "max")
+    for plan in kernels.PLANS:
+        add(_decode, plan, "means", 2, BF16, BF16, 128, 16, 64, "max")
 
     add(_merge, BF16, 80)
     add(_merge, FP32, 256)

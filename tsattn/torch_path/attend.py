@@ -104,9 +104,7 @@ def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor
     return out * share[..., None], total
 
 
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, options: Options, into: tuple[Tensor, Tensor]
-) -> None:
+def attention(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, options: Options, into: tuple[Tensor, Tensor]) -> None:
     """Attention of one row: q [HQ, D]; k, v [HL, T, D] as stored; ``into`` out [HQ, D] and lse [HQ].
 
     bf16 goes to PyTorch's flash attention, which keeps its logits in fp32 and reads the keys as they are. In fp16 its LSE is

@@ -13,26 +13,31 @@ from tsattn.summaries import SUMMARIES, parts_of_full_page, sub_page_slots
 from tsattn.torch_path.blocks import RowPages, pieces, row_pages, stats_blocks
 
 
-def _products(coefficients: Tensor, blocks: Tensor, row: RowPages, summed: bool) -> list[Tensor]:
-    """Coefficients [HKV, G, M, D] times the pages' M vectors: [HKV, P, G] each, M of them or their sum.
+def _products(columns: Tensor, blocks: Tensor, row: RowPages, by_page: bool) -> Tensor:
+    """Statistics times ``columns`` [HKV, W, C]: a page is one row of W = M * D, [HKV, P, C], or M rows of D, [HKV, P * M, C].
 
-    A product of many rows with few columns runs at the speed of memory; the transposed one takes twice the time.
+    A product of many rows with few columns runs at the speed of memory; the transposed one takes twice the time, and one of
+    every second row three times.
     """
-    wanted = [coefficients.flatten(2)] if summed else coefficients.unbind(2)
-    columns = [c.transpose(1, 2) for c in wanted]
-    found: list[list[Tensor]] = [[] for _ in columns]
-    for part in pieces(blocks, row):
-        vectors = [part.flatten(2)] if summed else part.unbind(2)
-        for some, vector, column in zip(found, vectors, columns, strict=True):
-            some.append(torch.bmm(vector, column))
-    return [some[0] if len(some) == 1 else torch.cat(some, dim=1) for some in found]
+    found = [torch.bmm(part.flatten(2) if by_page else part.flatten(1, 2), columns) for part in pieces(blocks, row)]
+    return found[0] if len(found) == 1 else torch.cat(found, dim=1)
 
 
-def _scale_vectors(products: list[Tensor], page_stats_scale: Tensor, row: RowPages) -> None:
-    """Multiply the products of int8 codes by what one step of each page's vector stands for."""
+def _steps(page_stats_scale: Tensor, row: RowPages) -> Tensor:
+    """What one step of the codes of each vector of a row's pages stands for, [HKV, P * M, 1]."""
     pages = row.cells.long() if row.start is None else slice(row.start, row.start + row.cells.shape[0])
-    for product, steps in zip(products, page_stats_scale[pages].unbind(2), strict=True):
-        product.mul_(steps.t()[..., None])  # [P, HKV] -> [HKV, P, 1]
+    return page_stats_scale[pages].transpose(0, 1).flatten(1)[..., None]
+
+
+def _log_mean_exp(products: Tensor, m: int, length: int, page_size: int) -> Tensor:
+    """Scores [HKV, P, G] from the scaled products of the parts, [HKV, P * M, G]."""
+    num_pages, width = products.shape[1] // m, sub_page_slots(page_size, m)
+    parts = products.view(products.shape[0], num_pages, m, -1).permute(2, 0, 1, 3).contiguous()  # [M, HKV, P, G]
+    for j in range(1, m):
+        held = -(-(length - j * width) // page_size) if j * width < page_size else 0  # pages whose part j has a token
+        parts[j, :, max(0, min(num_pages, held)) :] = -math.inf
+    # logsumexp is several times slower than logaddexp of contiguous tensors.
+    return functools.reduce(torch.logaddexp, parts.unbind(0)).sub_(math.log(parts_of_full_page(page_size, m)))
 
 
 def _head_scores(
@@ -48,26 +53,22 @@ def _head_scores(
 ) -> Tensor:
     """Scores of one row per query head, [HKV, P, G]; q [HKV, G, D] fp32."""
     summary = SUMMARIES[kind]
-    m = page_stats.shape[2]
+    m, group = page_stats.shape[2], q.shape[1]
     if isinstance(box_scale, Tensor):
         box_scale = box_scale[:, None, None]
-    is_sum = summary.combine == "sum"
-    coefficients = summary.coefficients(q, m, scale, box_scale)
-    # Vectors of codes have a scale each, so they can't be summed in one product.
-    products = _products(coefficients, stats_blocks(page_stats), row, is_sum and page_stats_scale is None)
+    coefficients = summary.coefficients(q, m, scale, box_scale)  # [HKV, G, M, D]
+    blocks, is_sum = stats_blocks(page_stats), summary.combine == "sum"
+    if is_sum and page_stats_scale is None:
+        return _bounded(_products(coefficients.flatten(2).transpose(1, 2), blocks, row, True).mul_(scale))
+    # What is joined by logsumexp has one coefficient vector for all M. Others have their own: of all pairs those with j = j count.
+    columns = coefficients.permute(0, 3, 2, 1).flatten(2) if is_sum else coefficients[:, :, 0].transpose(1, 2)
+    products = _products(columns, blocks, row, False).mul_(scale)
     if page_stats_scale is not None:
-        _scale_vectors(products, page_stats_scale, row)
-        if is_sum:
-            products = [functools.reduce(Tensor.add_, products)]
-    for product in products:
-        product.mul_(scale)
-    if len(products) == 1:
-        return _bounded(products[0])
-    num_pages, width = row.cells.shape[0], sub_page_slots(page_size, m)
-    for j in range(1, m):
-        held = -(-(length - j * width) // page_size) if j * width < page_size else 0  # pages whose part j has a token
-        products[j][:, max(0, min(num_pages, held)) :] = -math.inf
-    return _bounded(functools.reduce(torch.logaddexp, products).sub_(math.log(parts_of_full_page(page_size, m))))
+        products.mul_(_steps(page_stats_scale, row))
+    if is_sum:
+        pairs = products.view(products.shape[0], -1, m, m, group)
+        return _bounded(functools.reduce(torch.add, [pairs[:, :, j, j] for j in range(m)]))
+    return _bounded(products if m == 1 else _log_mean_exp(products, m, length, page_size))
 
 
 def _page_softmax(scores: Tensor) -> Tensor:
