@@ -16,8 +16,8 @@ from tsattn.torch_path.blocks import RowPages, pieces, row_pages, stats_blocks
 def _products(columns: Tensor, blocks: Tensor, row: RowPages, by_page: bool) -> Tensor:
     """Statistics times ``columns`` [HKV, W, C]: a page is one row of W = M * D, [HKV, P, C], or M rows of D, [HKV, P * M, C].
 
-    A product of many rows with few columns runs at the speed of memory; the transposed one takes twice the time, and one of
-    every second row three times.
+    A product of many rows with few columns, a transposed view, runs at the speed of memory; the transposed product takes twice
+    the time, and one of every second row three times.
     """
     found = [torch.bmm(part.flatten(2) if by_page else part.flatten(1, 2), columns) for part in pieces(blocks, row)]
     return found[0] if len(found) == 1 else torch.cat(found, dim=1)
@@ -60,9 +60,10 @@ def _head_scores(
     blocks, is_sum = stats_blocks(page_stats), summary.combine == "sum"
     if is_sum and page_stats_scale is None:
         return _bounded(_products(coefficients.flatten(2).transpose(1, 2), blocks, row, True).mul_(scale))
-    # What is joined by logsumexp has one coefficient vector for all M. Others have their own: of all pairs those with j = j count.
-    columns = coefficients.permute(0, 3, 2, 1).flatten(2) if is_sum else coefficients[:, :, 0].transpose(1, 2)
-    products = _products(columns, blocks, row, False).mul_(scale)
+    # What is joined by logsumexp has one coefficient vector for all M. Others have M: of all pairs of vectors those that belong
+    # together are taken.
+    wanted = coefficients.transpose(1, 2).flatten(1, 2) if is_sum else coefficients[:, :, 0]
+    products = _products(wanted.transpose(1, 2), blocks, row, False).mul_(scale)
     if page_stats_scale is not None:
         products.mul_(_steps(page_stats_scale, row))
     if is_sum:
