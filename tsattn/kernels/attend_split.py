@@ -147,8 +147,11 @@ def _load_tile(t, c, g, span, entries_row, table_row, first, BLOCK: tl.constexpr
         if c.HAS_WINDOW:
             visible = visible & (position >= span.first_visible)
         page = tl.load(table_row + logical.to(tl.int64) * t.stride_tn, mask=visible, other=-1)
-    # What isn't visible has page -1, which is in no pool.
-    return page.to(tl.int64), slot.to(tl.int64), in_pool(page, g.num_pages)
+    # What isn't visible has page -1, which is in no pool. Said twice for physical lists: on sm_80 `row` spills otherwise.
+    loads = in_pool(page, g.num_pages)
+    if t.page_table is None:
+        loads = visible & loads
+    return page.to(tl.int64), slot.to(tl.int64), loads
 
 
 @triton.jit
