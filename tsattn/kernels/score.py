@@ -7,6 +7,10 @@ One program per (row and KV head, tile of pages) on grid axes x and y; ONE matri
     meanvar   [ mean | variance ]      [ q | a q*q / 2 ]                      a * B.A
     means     the parts of the pages   q                                      logsumexp over parts of a * B.A, - log(parts)
 
+int8 statistics are codes, exact in 16 bits, with one scale per vector. Their vectors are rows of B, [pages * M, D], whatever
+the kind; a row's products are multiplied by its scale in fp32, and then joined. minmax and meanvar have two columns of A per
+head, one for each vector, of which a row takes its own.
+
     q [R, HQ, D]    page_stats [num_pages, HKV, M, D], one contiguous row of M * D    scores fp32 [R, HKV or HQ, N]
 
 A head score that is NaN or +inf is +inf: an unbounded page. "max", "sum" and "none" over the G query heads are settled
@@ -31,6 +35,7 @@ from tsattn.kernels.launch import (
     needs_f32_dot,
     next_pow2,
     on_device_of,
+    page_strides,
     scratch_or_new,
     stride_or_zero,
 )
@@ -55,6 +60,7 @@ class ScoreTensors(NamedTuple):
     scores: Any
     q: Any
     page_stats: Any
+    page_stats_scale: Any  # fp32 [num_pages, HKV, M], or None: then the statistics are numbers
     page_table: Any
     seq_lens: Any
     box_scale: Any  # fp32 [HKV], or None: then `box` holds for all heads
@@ -64,6 +70,7 @@ class ScoreTensors(NamedTuple):
     stride_sn: Any
     stride_qr: Any
     stride_ph: Any
+    stride_ch16: Any  # of the scales, times 16: a pool's size may be in it, and by this it is always a multiple of 16 to Triton
     stride_tn: Any
     stride_len: Any
     stride_box: Any
@@ -83,19 +90,27 @@ class ScoreShape(NamedTuple):
     DOT_F32: Any
     BLOCK_P: Any
     BLOCK_G: Any
-    BLOCK_M: Any  # rows of the tile per page: the padded number of parts for means, else 1
-    BLOCK_W: Any  # padded width of a row of the tile: D for means, else M * D
+    SIDES: Any  # columns of coefficients per head: 2 if every vector has a row, and coefficients, of its own, else 1
+    BLOCK_M: Any  # rows of the tile per page: the padded number of vectors for means and for codes, else 1
+    BLOCK_W: Any  # padded width of a row of the tile: D for means and for codes, else M * D
     # Strides that a model fixes: as constants they cost no arithmetic of 64 bits. (One that a pool's size may be in isn't.)
     STRIDE_QH: Any
     STRIDE_PP: Any
+    STRIDE_CP: Any
 
 
 @triton.jit
 def _coefficients(q_head, heads, channel, box, t, c, WIDTH: tl.constexpr):
-    """Query side of the product [channels, heads]: in q's type where that is exact, else fp32; zero where padded."""
+    """Query side of the product [channels, heads]: in q's type where that is exact, else fp32; zero where padded.
+
+    `heads` has c.SIDES columns for every head.
+    """
     mask = (channel < WIDTH)[:, None] & (heads < c.G)[None, :]
     raw = tl.load(q_head + heads[None, :].to(tl.int64) * c.STRIDE_QH + (channel % c.D)[:, None], mask=mask, other=0)
-    first_half = (channel < c.D)[:, None]
+    if c.SIDES == 2:
+        first_half = (tl.arange(0, heads.shape[0]) % 2 == 0)[None, :]
+    else:
+        first_half = (channel < c.D)[:, None]
     q = to_f32(raw)
     if c.KIND == MEANS:
         return raw
