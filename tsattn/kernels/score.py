@@ -8,8 +8,8 @@ One program per (row and KV head, tile of pages) on grid axes x and y; ONE matri
     means     the parts of the pages   q                                      logsumexp over parts of a * B.A, - log(parts)
 
 int8 statistics are codes, exact in 16 bits, with one scale per vector. Their vectors are rows of B, [pages * M, D], whatever
-the kind; a row's products are multiplied by its scale in fp32, and then joined. minmax and meanvar have two columns of A per
-head, one for each vector, of which a row takes its own.
+the kind; a row's products are multiplied by its scale in fp32, and then joined. minmax and meanvar have two A, one for each
+vector: both multiply the whole tile, which is read once, and a row keeps the product with its own.
 
     q [R, HQ, D]    page_stats [num_pages, HKV, M, D], one contiguous row of M * D    scores fp32 [R, HKV or HQ, N]
 
@@ -90,7 +90,7 @@ class ScoreShape(NamedTuple):
     DOT_F32: Any
     BLOCK_P: Any
     BLOCK_G: Any
-    SIDES: Any  # columns of coefficients per head: 2 if every vector has a row, and coefficients, of its own, else 1
+    SETS: Any  # of coefficients: 2 if rows of the tile are vectors that have each their own, else 1
     BLOCK_M: Any  # rows of the tile per page: the padded number of vectors for means and for codes, else 1
     BLOCK_W: Any  # padded width of a row of the tile: D for means and for codes, else M * D
     # Strides that a model fixes: as constants they cost no arithmetic of 64 bits. (One that a pool's size may be in isn't.)
@@ -100,16 +100,12 @@ class ScoreShape(NamedTuple):
 
 
 @triton.jit
-def _coefficients(q_head, heads, chunk, channel, box, t, c, WIDTH: tl.constexpr):
-    """Query side of the product [channels, SIDES * heads]: in q's type where that is exact, else fp32; zero where padded."""
-    if c.SIDES == 2:  # column by column: a head's coefficients for the first vector, then those for the second
-        column = tl.arange(0, 2 * c.BLOCK_G)
-        heads = chunk * c.BLOCK_G + column // 2
-        first_half = (column % 2 == 0)[None, :]
-    else:
-        first_half = (channel < c.D)[:, None]
+def _coefficients(q_head, heads, channel, box, t, c, WIDTH: tl.constexpr, VECTOR: tl.constexpr):
+    """Query side of the product [channels, heads], its channels from those of VECTOR on: in q's type where that is exact,
+    else fp32; zero where padded."""
     mask = (channel < WIDTH)[:, None] & (heads < c.G)[None, :]
     raw = tl.load(q_head + heads[None, :].to(tl.int64) * c.STRIDE_QH + (channel % c.D)[:, None], mask=mask, other=0)
+    first_half = (channel < c.D - VECTOR * c.D)[:, None]
     q = to_f32(raw)
     if c.KIND == MEANS:
         return raw
@@ -173,7 +169,9 @@ def score_tile(t, c, g, row, head, first, num_used, length):
     # Queries first: they arrive while the table and then the statistics are still awaited.
     q_head = t.q + row * t.stride_qr + head * c.G * c.STRIDE_QH
     heads = tl.arange(0, c.BLOCK_G)
-    a = _coefficients(q_head, heads, 0, channel, box, t, c, WIDTH)
+    a = _coefficients(q_head, heads, channel, box, t, c, WIDTH, 0)
+    if c.SETS == 2:
+        b = _coefficients(q_head, heads, channel, box, t, c, WIDTH, 1)
 
     n = first + tl.arange(0, c.BLOCK_P)
     page = tl.load(t.page_table + row * g.stride_tr + n.to(tl.int64) * t.stride_tn, mask=n < num_used, other=-1)
@@ -198,12 +196,11 @@ def score_tile(t, c, g, row, head, first, num_used, length):
     best = tl.full([c.BLOCK_P], float("-inf"), tl.float32)
     total = tl.zeros([c.BLOCK_P], tl.float32)
     unbounded = tl.zeros([c.BLOCK_P], tl.int32)
-    for chunk in range(CHUNKS):
-        product = _product(stats, a, c.SPLIT, element, c.DOT_F32)  # [BLOCK_P * BLOCK_M, SIDES * BLOCK_G]
-        if c.SIDES == 2:
-            first, second = tl.split(tl.reshape(product, [c.BLOCK_P * c.BLOCK_M, c.BLOCK_G, 2]))
-            product = tl.where((part == 0)[:, None], first, second)
-        product *= factor[:, None] if CODES else t.scale  # [BLOCK_P * BLOCK_M, BLOCK_G]
+    for _chunk in range(CHUNKS):
+        product = _product(stats, a, c.SPLIT, element, c.DOT_F32)  # [BLOCK_P * BLOCK_M, BLOCK_G]
+        if c.SETS == 2:
+            product = tl.where((part == 0)[:, None], product, _product(stats, b, c.SPLIT, element, c.DOT_F32))
+        product *= factor[:, None] if CODES else t.scale
         if c.BLOCK_M > 1:
             product = tl.reshape(product, [c.BLOCK_P // LOW, c.BLOCK_M, LOW, c.BLOCK_G])
             joined = _log_mean_exp(product, nonempty, t.log_parts) if c.KIND == MEANS else _sum_of_products(product)
@@ -222,7 +219,9 @@ def score_tile(t, c, g, row, head, first, num_used, length):
             total += tl.sum(tl.where(infinite | (heads >= c.G)[None, :], 0.0, product), axis=1)
         if CHUNKS > 1:
             heads += c.BLOCK_G
-            a = _coefficients(q_head, heads, chunk + 1, channel, box, t, c, WIDTH)
+            a = _coefficients(q_head, heads, channel, box, t, c, WIDTH, 0)
+            if c.SETS == 2:
+                b = _coefficients(q_head, heads, channel, box, t, c, WIDTH, 1)
     if c.REDUCE == MAX:
         tl.store(out_row + head * g.stride_sh, best, mask=n < g.N)
     elif c.REDUCE != NONE:
@@ -302,7 +301,7 @@ def score_arguments(
         scores.stride(2),
         q.stride(0),
         page_stats.stride(1),
-        16 * stride_ch,
+        16 * stride_ch if page_stats_scale is not None else None,
         page_table.stride(1),
         seq_lens.stride(0),
         stride_or_zero(box_tensor),
@@ -320,7 +319,7 @@ def score_arguments(
         # BLOCK_P is given for two vectors a page: other M keep the bytes of the tile.
         BLOCK_P=max(16 // block_m, 2 * config["BLOCK_P"] // next_pow2(num_vectors), 1),
         BLOCK_G=head_rows(num_heads // num_kv_heads),
-        SIDES=2 if by_vector and not is_means else 1,
+        SETS=2 if by_vector and not is_means else 1,
         BLOCK_M=block_m,
         BLOCK_W=block_dim(head_dim if by_vector else num_vectors * head_dim),
         STRIDE_QH=q.stride(1),
