@@ -9,7 +9,7 @@ from tsattn.testing import make_case
 
 
 def quantised(statistics, kind):
-    """(codes, scales) of statistics [num_pages, HKV, M, D], both stored head by head and with gaps between the heads' scales."""
+    """(codes, scales) of statistics [num_pages, HKV, M, D], stored head by head, with gaps between the scales of heads."""
     codes, scales = quantise_statistics(statistics, kind)
     pages, heads, vectors, _ = codes.shape
     wide = torch.full((heads, pages + 3, vectors), torch.nan)  # unused scales are poison, and so are pages without statistics

@@ -142,7 +142,9 @@ def test_tiles_of_a_page_do_not_show(kind, parts, config):
     world.check()
 
 
-@pytest.mark.parametrize("kind, parts, cache", [("minmax", 2, BF16), ("means", 2, FP8), ("means", 1, BF16), ("meanvar", 2, INT8)])
+@pytest.mark.parametrize(
+    "kind, parts, cache", [("minmax", 2, BF16), ("means", 2, FP8), ("means", 1, BF16), ("meanvar", 2, INT8)]
+)
 def test_rebuild_gives_the_codes_of_append(kind, parts, cache):
     world = Quantised(8, 8, heads=2, parts=parts, by_head=True, dtype=BF16, cache=cache, kind=kind)
     k, v = tokens(64, 2, 16, BF16)

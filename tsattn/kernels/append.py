@@ -85,7 +85,7 @@ def _copy_rows(cache_page, stride_slot, slot, source, stride_token, winner, scal
     tl.store(cache_page + slot[:, None].to(tl.int64) * stride_slot + d[None, :], rows, mask=mask)
 
 
-#: Strides of one scale per vector, no multiples of 16: that of heads may follow the pool's size.
+#: Strides of the statistics' scales: a pool's size may be in them, and they needn't be multiples of 16.
 _SCALE_STRIDES = ["stride_cp", "stride_ch"]
 
 

@@ -78,9 +78,9 @@ def stride_or_zero(tensor: torch.Tensor | None) -> int:
     return tensor.stride(0) if tensor is not None else 0
 
 
-def page_strides(scales: torch.Tensor | None) -> tuple[int, int]:
-    """Strides of pages and heads of the optional scales [num_pages, HKV, M] of page statistics."""
-    return (scales.stride(0), scales.stride(1)) if scales is not None else (0, 0)
+def page_strides(scales: torch.Tensor | None) -> tuple[int, int] | tuple[None, None]:
+    """Strides of pages and heads of the optional scales [num_pages, HKV, M] of page statistics; no arguments without."""
+    return (scales.stride(0), scales.stride(1)) if scales is not None else (None, None)
 
 
 def next_pow2(n: int) -> int:

@@ -100,11 +100,15 @@ class ScoreShape(NamedTuple):
 
 
 @triton.jit
-def _coefficients(q_head, heads, channel, box, t, c, WIDTH: tl.constexpr, VECTOR: tl.constexpr):
-    """Query side of the product [channels, heads], its channels from those of VECTOR on: in q's type where that is exact,
-    else fp32; zero where padded."""
+def _queries(q_head, heads, channel, c, WIDTH: tl.constexpr):
+    """Query heads [channels, heads] repeated for every vector in a row of the tile; zero where padded."""
     mask = (channel < WIDTH)[:, None] & (heads < c.G)[None, :]
-    raw = tl.load(q_head + heads[None, :].to(tl.int64) * c.STRIDE_QH + (channel % c.D)[:, None], mask=mask, other=0)
+    return tl.load(q_head + heads[None, :].to(tl.int64) * c.STRIDE_QH + (channel % c.D)[:, None], mask=mask, other=0)
+
+
+@triton.jit
+def _coefficients(raw, channel, box, t, c, VECTOR: tl.constexpr):
+    """Query side of the product [channels, heads], of VECTOR and those after it: in q's type where that is exact, else fp32."""
     first_half = (channel < c.D - VECTOR * c.D)[:, None]
     q = to_f32(raw)
     if c.KIND == MEANS:
@@ -169,9 +173,10 @@ def score_tile(t, c, g, row, head, first, num_used, length):
     # Queries first: they arrive while the table and then the statistics are still awaited.
     q_head = t.q + row * t.stride_qr + head * c.G * c.STRIDE_QH
     heads = tl.arange(0, c.BLOCK_G)
-    a = _coefficients(q_head, heads, channel, box, t, c, WIDTH, 0)
+    raw = _queries(q_head, heads, channel, c, WIDTH)
+    a = _coefficients(raw, channel, box, t, c, 0)
     if c.SETS == 2:
-        b = _coefficients(q_head, heads, channel, box, t, c, WIDTH, 1)
+        b = _coefficients(raw, channel, box, t, c, 1)
 
     n = first + tl.arange(0, c.BLOCK_P)
     page = tl.load(t.page_table + row * g.stride_tr + n.to(tl.int64) * t.stride_tn, mask=n < num_used, other=-1)
@@ -219,9 +224,10 @@ def score_tile(t, c, g, row, head, first, num_used, length):
             total += tl.sum(tl.where(infinite | (heads >= c.G)[None, :], 0.0, product), axis=1)
         if CHUNKS > 1:
             heads += c.BLOCK_G
-            a = _coefficients(q_head, heads, channel, box, t, c, WIDTH, 0)
+            raw = _queries(q_head, heads, channel, c, WIDTH)
+            a = _coefficients(raw, channel, box, t, c, 0)
             if c.SETS == 2:
-                b = _coefficients(q_head, heads, channel, box, t, c, WIDTH, 1)
+                b = _coefficients(raw, channel, box, t, c, 1)
     if c.REDUCE == MAX:
         tl.store(out_row + head * g.stride_sh, best, mask=n < g.N)
     elif c.REDUCE != NONE:
@@ -301,7 +307,7 @@ def score_arguments(
         scores.stride(2),
         q.stride(0),
         page_stats.stride(1),
-        16 * stride_ch if page_stats_scale is not None else None,
+        None if stride_ch is None else 16 * stride_ch,
         page_table.stride(1),
         seq_lens.stride(0),
         stride_or_zero(box_tensor),

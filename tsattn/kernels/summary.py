@@ -72,7 +72,16 @@ def _store_vector(stats, stats_scale, j, vector, DIRECTION: tl.constexpr, D: tl.
 
 @triton.jit
 def _minmax(
-    stats, stats_scale, k_page, stride_slot, fill, scale, S: tl.constexpr, D: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr
+    stats,
+    stats_scale,
+    k_page,
+    stride_slot,
+    fill,
+    scale,
+    S: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):
     low = tl.full([BLOCK_D], float("inf"), tl.float32)
     high = tl.full([BLOCK_D], float("-inf"), tl.float32)
@@ -129,7 +138,16 @@ def _squares(keys, mask, pivot):
 
 @triton.jit
 def _meanvar(
-    stats, stats_scale, k_page, stride_slot, fill, scale, S: tl.constexpr, D: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr
+    stats,
+    stats_scale,
+    k_page,
+    stride_slot,
+    fill,
+    scale,
+    S: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):
     """Every key is read once: deviations are from the mean of the first tile, which is corrected at last."""
     total = tl.zeros([BLOCK_D], tl.float64)
