@@ -57,9 +57,7 @@ def _row_kernel(
     row = (tl.program_id(0) // c.HKV).to(tl.int64)
     length = tl.load(score_t.seq_lens + row * score_t.stride_len)
     num_used = pages_of(length, N, c.S).to(tl.int32)
-    # Codes are not pipelined: by asynchronous copies they would come in pieces of 8 bytes.
-    STAGES: tl.constexpr = 1 if score_t.page_stats_scale is not None else None
-    for first in tl.range(0, num_used, score_c.BLOCK_P, num_stages=STAGES):
+    for first in range(0, num_used, score_c.BLOCK_P):
         score_tile(score_t, score_c, g, row, head, first, num_used, length)
     tl.debug_barrier()
     select_lists_of_head(select_t, select_c, g, row, head, c.HKV)

@@ -186,13 +186,13 @@ def score_tile(t, c, g, row, head, first, num_used, length):
     part = tl.arange(0, c.BLOCK_P * c.BLOCK_M) // LOW % c.BLOCK_M
     r_load = _for_each_part(valid, c, LOW) & (part < c.M)
     r_page = _for_each_part(page, c, LOW).to(tl.int64)
+    if CODES:
+        scales = t.page_stats_scale + head * (t.stride_ch16 // 16)
+        factor = t.scale * tl.load(scales + r_page * c.STRIDE_CP + part, mask=r_load, other=0.0)
     offset = r_page * c.STRIDE_PP + part * c.D
     r_mask = r_load[:, None] & (channel < WIDTH)[None, :]
     stats = tl.load((t.page_stats + head * t.stride_ph + channel)[None, :] + offset[:, None], mask=r_mask, other=0)
     stats = as_operand(stats, element, c.DOT_F32)
-    if CODES:
-        scales = t.page_stats_scale + head * (t.stride_ch16 // 16)
-        factor = t.scale * tl.load(scales + r_page * c.STRIDE_CP + part, mask=r_load, other=0.0)
     if c.KIND == MEANS and c.BLOCK_M > 1:
         nonempty = (_for_each_part(n, c, LOW) * c.S + part * PART < length) & (part * PART < c.S) & (part < c.M)
         nonempty = tl.reshape(nonempty, [c.BLOCK_P // LOW, c.BLOCK_M, LOW, 1])
