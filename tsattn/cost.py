@@ -87,7 +87,7 @@ class Layer:
     kind : {"means", "minmax", "meanvar"}
         The page summary.
     q_size, kv_size, stats_size : int
-        Bytes of an element of q and out, of K and V, of the statistics.
+        Bytes of an element of q and out, of K and V, of the statistics: 1 for int8 codes, with an fp32 scale per vector.
     scales : bool
         Whether K and V have a scale per head.
     per_query_head : bool
@@ -123,8 +123,17 @@ class Layer:
 
     @property
     def page_summary(self) -> int:
-        """Bytes of one page's statistics in one KV head."""
+        """Bytes of one page's statistics in one KV head, without scales."""
         return self.vectors * self.head_dim * self.stats_size
+
+    @property
+    def page_scales(self) -> int:
+        """Bytes of the scales of one page's statistics in one KV head."""
+        return 4 * self.vectors if self.stats_size == 1 else 0
+
+    def statistics(self, pages: int = 1) -> dict[str, int]:
+        """Bytes of the statistics of pages in one KV head, by tensor."""
+        return {"page_stats": pages * self.page_summary, "page_stats_scale": pages * self.page_scales}
 
     def pages(self, length: int) -> int:
         """P, pages of a row."""
@@ -160,14 +169,14 @@ def sparse_floor(layer: Layer, lengths: Sequence[int], budget: int) -> Cost:
     pages = sum(layer.pages(n) for n in lengths)
     tokens = sum(kept_tokens(layer, n, budget) for n in lengths)
     half = layer.lists * layer.token // 2 * tokens
-    reads = {"page_stats": layer.heads_kv * layer.page_summary * pages, "k_cache": half, "v_cache": half}
+    reads = {**layer.statistics(layer.heads_kv * pages), "k_cache": half, "v_cache": half}
     flops = layer.heads_q * layer.head_dim * (2 * layer.vectors * pages + 4 * tokens)
     return rows + Cost(reads, {}, flops)
 
 
 def ideal_speedup(layer: Layer, length: int, budget: int) -> float:
     """Bytes of K and V in dense decoding over statistics and selected tokens, for long rows: q, out and page ends left out."""
-    return 1.0 / (layer.page_summary / (layer.page_size * layer.token) + budget / length)
+    return 1.0 / ((layer.page_summary + layer.page_scales) / (layer.page_size * layer.token) + budget / length)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ def append_floor(layer: Layer, tokens: int, fills: Sequence[int], new_size: int)
     """
     row = layer.head_dim * tokens
     page = layer.head_dim * layer.kv_size * sum(fills)
-    written = {"k_cache": row * layer.kv_size, "v_cache": row * layer.kv_size, "page_stats": layer.page_summary * len(fills)}
+    written = {"k_cache": row * layer.kv_size, "v_cache": row * layer.kv_size, **layer.statistics(len(fills))}
     return Cost({"k": row * new_size, "v": row * new_size, "k_cache": page}, written) * layer.heads_kv
 
 
@@ -81,7 +81,7 @@ def _page(
     }
     return Cost(
         reads,
-        {"k_cache": written * layer.kv_size, "v_cache": written * layer.kv_size, "page_stats": layer.page_summary},
+        {"k_cache": written * layer.kv_size, "v_cache": written * layer.kv_size, **layer.statistics()},
     )
 
 
@@ -103,7 +103,7 @@ def rebuild(layer: Layer, rows: Sequence[Sequence[tuple[int, int]]], cells: int)
             "k_scale": F32 if layer.scales else 0,
             "k_cache": layer.head_dim * layer.kv_size * fill,
         }
-        cost += Cost(reads, {"page_stats": layer.page_summary})
+        cost += Cost(reads, layer.statistics())
     return cost * layer.heads_kv
 
 

@@ -20,8 +20,8 @@ LLAMA = Layer(heads_q=32, heads_kv=8, head_dim=128, kind="minmax")
     [
         (LLAMA, 32 * 1024, 2048, 1 / (1 / 16 + 1 / 16)),
         (LLAMA, 128 * 1024, 2048, 1 / (1 / 16 + 1 / 64)),
-        (Layer(32, 8, 128, vectors=1, stats_size=1), 32 * 1024, 1024, 1 / (1 / 64 + 1 / 32)),
-        (Layer(32, 8, 128, vectors=1, stats_size=1), 128 * 1024, 1024, 1 / (1 / 64 + 1 / 128)),
+        (Layer(32, 8, 128, vectors=1, stats_size=1), 32 * 1024, 1024, 1 / (132 / 8192 + 1 / 32)),
+        (Layer(32, 8, 128, vectors=1, stats_size=1), 128 * 1024, 1024, 1 / (132 / 8192 + 1 / 128)),
     ],
 )
 def test_ideal_speedup(layer, length, budget, right):

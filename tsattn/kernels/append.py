@@ -14,13 +14,14 @@ share a page agree on its fill, the largest that any of them sees.
 
     k, v        [T, HKV, D]           k_cache, v_cache  [num_pages, S, HKV, D]
     page_stats  [num_pages, HKV, M, D]                  slot_mapping      [T] int64
+    page_stats_scale  [num_pages, HKV, M] fp32, for int8 page_stats
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from tsattn.kernels.launch import Piece, block_dim, codes, next_pow2, on_device_of, scratch_or_new, stride_or_zero
+from tsattn.kernels.launch import Piece, block_dim, codes, next_pow2, on_device_of, page_strides, scratch_or_new, stride_or_zero
 from tsattn.kernels.primitives import encode, pages_of, to_f32
 from tsattn.kernels.summary import KIND_CODES, write_page_stats
 from tsattn.scratch import Scratch
@@ -84,11 +85,25 @@ def _copy_rows(cache_page, stride_slot, slot, source, stride_token, winner, scal
     tl.store(cache_page + slot[:, None].to(tl.int64) * stride_slot + d[None, :], rows, mask=mask)
 
 
-@triton.jit(do_not_specialize=["T", "num_pages"])
+#: Strides of the statistics' scales: a pool's size may be in them, and they needn't be multiples of 16.
+_SCALE_STRIDES = ["stride_cp", "stride_ch"]
+
+
+@triton.jit
+def _page_scales(page_stats_scale, page, stride_cp, head, stride_ch):
+    """Where the scales of one page and head are; None for statistics without."""
+    if page_stats_scale is not None:
+        return page_stats_scale + page * stride_cp + head * stride_ch
+    else:
+        return None
+
+
+@triton.jit(do_not_specialize=["T", "num_pages", *_SCALE_STRIDES])
 def _append_kernel(
     k_cache,
     v_cache,
     page_stats,
+    page_stats_scale,
     k,
     v,
     slot_mapping,
@@ -102,6 +117,8 @@ def _append_kernel(
     stride_vh,
     stride_sp,
     stride_sh,
+    stride_cp,
+    stride_ch,
     stride_nk,
     stride_nkh,
     stride_nv,
@@ -154,12 +171,14 @@ def _append_kernel(
     # The statistics read the page back through other threads than those that wrote it.
     tl.debug_barrier()
     stats = page_stats + page * stride_sp + head * stride_sh
-    write_page_stats(stats, k_page, stride_ks, fill, key_scale, KIND, S, D, M, BLOCK_S, BLOCK_D)
+    stats_scale = _page_scales(page_stats_scale, page, stride_cp, head, stride_ch)
+    write_page_stats(stats, stats_scale, k_page, stride_ks, fill, key_scale, KIND, S, D, M, BLOCK_S, BLOCK_D)
 
 
-@triton.jit(do_not_specialize=["stride_tr", "N", "num_pages"])
+@triton.jit(do_not_specialize=["stride_tr", "N", "num_pages", *_SCALE_STRIDES])
 def _rebuild_stats_kernel(
     page_stats,
+    page_stats_scale,
     k_cache,
     page_table,
     seq_lens,
@@ -167,6 +186,8 @@ def _rebuild_stats_kernel(
     k_scale,
     stride_sp,
     stride_sh,
+    stride_cp,
+    stride_ch,
     stride_kp,
     stride_ks,
     stride_kh,
@@ -198,8 +219,9 @@ def _rebuild_stats_kernel(
     if k_scale is not None:
         scale = tl.load(k_scale + head * stride_kscale)
     stats = page_stats + page * stride_sp + head * stride_sh
+    stats_scale = _page_scales(page_stats_scale, page, stride_cp, head, stride_ch)
     k_page = k_cache + page * stride_kp + head * stride_kh
-    write_page_stats(stats, k_page, stride_ks, fill, scale, KIND, S, D, M, BLOCK_S, BLOCK_D)
+    write_page_stats(stats, stats_scale, k_page, stride_ks, fill, scale, KIND, S, D, M, BLOCK_S, BLOCK_D)
 
 
 def append_kv(
@@ -213,6 +235,7 @@ def append_kv(
     kind: str,
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
+    page_stats_scale: torch.Tensor | None = None,
     scratch: Scratch | None = None,
 ) -> None:
     """Write tokens into the cache and recompute the statistics of the pages they touch."""
@@ -228,6 +251,7 @@ def append_kv(
             k_codes,
             v_codes,
             page_stats,
+            page_stats_scale,
             new_k,
             new_v,
             slot_mapping,
@@ -236,6 +260,7 @@ def append_kv(
             *k_codes.stride()[:3],
             *v_codes.stride()[:3],
             *page_stats.stride()[:2],
+            *page_strides(page_stats_scale),
             *new_k.stride()[:2],
             *new_v.stride()[:2],
             slot_mapping.stride(0),
@@ -284,6 +309,7 @@ def rebuild_page_stats(
     *,
     kind: str,
     k_scale: torch.Tensor | None,
+    page_stats_scale: torch.Tensor | None = None,
     scratch: Scratch | None = None,
 ) -> None:
     """Recompute the statistics of every page that a row uses, from the cache."""
@@ -296,12 +322,14 @@ def rebuild_page_stats(
     with on_device_of(k_cache):
         _rebuild_stats_kernel[(num_rows * num_cells * num_kv_heads,)](
             page_stats,
+            page_stats_scale,
             k_codes,
             page_table,
             seq_lens,
             _page_fill(page_table, seq_lens, num_pages, page_size, scratch_or_new(scratch, k_cache)),
             k_scale,
             *page_stats.stride()[:2],
+            *page_strides(page_stats_scale),
             *k_codes.stride()[:3],
             *page_table.stride(),
             seq_lens.stride(0),

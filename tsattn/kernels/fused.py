@@ -225,6 +225,7 @@ def sparse_decode(
     sinks: torch.Tensor | None,
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
+    page_stats_scale: torch.Tensor | None = None,
     plan: str,
     scratch: Scratch | None = None,
     counters: torch.Tensor | None = None,
@@ -260,6 +261,7 @@ def sparse_decode(
         "box_scale": box_scale,
         "softmax_scale": softmax_scale,
         "group_reduce": group_reduce,
+        "page_stats_scale": page_stats_scale,
     }
     num_lists = page_ids.shape[1]
     physical, tokens = (scratch.take(*piece) for piece in _list_pieces(num_rows, num_lists, width))

@@ -78,6 +78,11 @@ def stride_or_zero(tensor: torch.Tensor | None) -> int:
     return tensor.stride(0) if tensor is not None else 0
 
 
+def page_strides(scales: torch.Tensor | None) -> tuple[int, int] | tuple[None, None]:
+    """Strides of pages and heads of the optional scales [num_pages, HKV, M] of page statistics; no arguments without."""
+    return (scales.stride(0), scales.stride(1)) if scales is not None else (None, None)
+
+
 def next_pow2(n: int) -> int:
     """Smallest power of two that is at least n."""
     return 1 << max(n - 1, 0).bit_length()

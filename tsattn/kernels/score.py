@@ -7,6 +7,10 @@ One program per (row and KV head, tile of pages) on grid axes x and y; ONE matri
     meanvar   [ mean | variance ]      [ q | a q*q / 2 ]                      a * B.A
     means     the parts of the pages   q                                      logsumexp over parts of a * B.A, - log(parts)
 
+int8 statistics are codes, exact in 16 bits, with one scale per vector. Their vectors are rows of B, [pages * M, D], whatever
+the kind; a row's products are multiplied by its scale in fp32, and then joined. minmax and meanvar have two A, one for each
+vector: both multiply the whole tile, which is read once, and a row keeps the product with its own.
+
     q [R, HQ, D]    page_stats [num_pages, HKV, M, D], one contiguous row of M * D    scores fp32 [R, HKV or HQ, N]
 
 A head score that is NaN or +inf is +inf: an unbounded page. "max", "sum" and "none" over the G query heads are settled
@@ -31,6 +35,7 @@ from tsattn.kernels.launch import (
     needs_f32_dot,
     next_pow2,
     on_device_of,
+    page_strides,
     scratch_or_new,
     stride_or_zero,
 )
@@ -55,6 +60,7 @@ class ScoreTensors(NamedTuple):
     scores: Any
     q: Any
     page_stats: Any
+    page_stats_scale: Any  # fp32 [num_pages, HKV, M], or None: then the statistics are numbers
     page_table: Any
     seq_lens: Any
     box_scale: Any  # fp32 [HKV], or None: then `box` holds for all heads
@@ -64,6 +70,7 @@ class ScoreTensors(NamedTuple):
     stride_sn: Any
     stride_qr: Any
     stride_ph: Any
+    stride_ch16: Any  # of the scales, times 16: a pool's size may be in it, and by this it is always a multiple of 16 to Triton
     stride_tn: Any
     stride_len: Any
     stride_box: Any
@@ -83,19 +90,26 @@ class ScoreShape(NamedTuple):
     DOT_F32: Any
     BLOCK_P: Any
     BLOCK_G: Any
-    BLOCK_M: Any  # rows of the tile per page: the padded number of parts for means, else 1
-    BLOCK_W: Any  # padded width of a row of the tile: D for means, else M * D
+    SETS: Any  # of coefficients: 2 if rows of the tile are vectors that have each their own, else 1
+    BLOCK_M: Any  # rows of the tile per page: the padded number of vectors for means and for codes, else 1
+    BLOCK_W: Any  # padded width of a row of the tile: D for means and for codes, else M * D
     # Strides that a model fixes: as constants they cost no arithmetic of 64 bits. (One that a pool's size may be in isn't.)
     STRIDE_QH: Any
     STRIDE_PP: Any
+    STRIDE_CP: Any
 
 
 @triton.jit
-def _coefficients(q_head, heads, channel, box, t, c, WIDTH: tl.constexpr):
-    """Query side of the product [channels, heads]: in q's type where that is exact, else fp32; zero where padded."""
+def _queries(q_head, heads, channel, c, WIDTH: tl.constexpr):
+    """Query heads [channels, heads] repeated for every vector in a row of the tile; zero where padded."""
     mask = (channel < WIDTH)[:, None] & (heads < c.G)[None, :]
-    raw = tl.load(q_head + heads[None, :].to(tl.int64) * c.STRIDE_QH + (channel % c.D)[:, None], mask=mask, other=0)
-    first_half = (channel < c.D)[:, None]
+    return tl.load(q_head + heads[None, :].to(tl.int64) * c.STRIDE_QH + (channel % c.D)[:, None], mask=mask, other=0)
+
+
+@triton.jit
+def _coefficients(raw, channel, box, t, c, VECTOR: tl.constexpr):
+    """Query side of the product [channels, heads], of VECTOR and those after it: in q's type where that is exact, else fp32."""
+    first_half = (channel < c.D - VECTOR * c.D)[:, None]
     q = to_f32(raw)
     if c.KIND == MEANS:
         return raw
@@ -130,6 +144,13 @@ def _log_mean_exp(x, nonempty, log_parts):
 
 
 @triton.jit
+def _sum_of_products(x):
+    """Sum over axis 1, +inf where a term is NaN. A compiler may fuse either product into a sum of two, but not through a
+    choice: so all kernels round alike."""
+    return tl.sum(tl.where(x == x, x, float("inf")), axis=1)
+
+
+@triton.jit
 def _for_each_part(x, c, LOW: tl.constexpr):
     """[BLOCK_P] by page -> [BLOCK_P * BLOCK_M] by row of the tile."""
     x = tl.reshape(x, [c.BLOCK_P // LOW, 1, LOW])
@@ -139,10 +160,11 @@ def _for_each_part(x, c, LOW: tl.constexpr):
 @triton.jit
 def score_tile(t, c, g, row, head, first, num_used, length):
     """Score pages [first, first + BLOCK_P) of one row for the query heads of one KV head; -inf past the row's last page."""
-    WIDTH: tl.constexpr = c.D if c.KIND == MEANS else c.M * c.D
+    CODES: tl.constexpr = t.page_stats_scale is not None
+    WIDTH: tl.constexpr = c.D if CODES or c.KIND == MEANS else c.M * c.D
     PART: tl.constexpr = (c.S + c.M - 1) // c.M  # slots of a sub-page
     CHUNKS: tl.constexpr = (c.G + c.BLOCK_G - 1) // c.BLOCK_G
-    element: tl.constexpr = t.page_stats.dtype.element_ty
+    element: tl.constexpr = t.q.dtype.element_ty if CODES else t.page_stats.dtype.element_ty
     LOW: tl.constexpr = ROWS // c.BLOCK_M
     channel = tl.arange(0, c.BLOCK_W)
     box = t.box
@@ -151,7 +173,10 @@ def score_tile(t, c, g, row, head, first, num_used, length):
     # Queries first: they arrive while the table and then the statistics are still awaited.
     q_head = t.q + row * t.stride_qr + head * c.G * c.STRIDE_QH
     heads = tl.arange(0, c.BLOCK_G)
-    a = _coefficients(q_head, heads, channel, box, t, c, WIDTH)
+    raw = _queries(q_head, heads, channel, c, WIDTH)
+    a = _coefficients(raw, channel, box, t, c, 0)
+    if c.SETS == 2:
+        b = _coefficients(raw, channel, box, t, c, 1)
 
     n = first + tl.arange(0, c.BLOCK_P)
     page = tl.load(t.page_table + row * g.stride_tr + n.to(tl.int64) * t.stride_tn, mask=n < num_used, other=-1)
@@ -160,11 +185,15 @@ def score_tile(t, c, g, row, head, first, num_used, length):
     # The statistics of the tile, [BLOCK_P * BLOCK_M, BLOCK_W]: every ROWS rows hold part 0 of LOW pages, then their part 1...
     part = tl.arange(0, c.BLOCK_P * c.BLOCK_M) // LOW % c.BLOCK_M
     r_load = _for_each_part(valid, c, LOW) & (part < c.M)
-    offset = _for_each_part(page, c, LOW).to(tl.int64) * c.STRIDE_PP + part * c.D
+    r_page = _for_each_part(page, c, LOW).to(tl.int64)
+    if CODES:
+        scales = t.page_stats_scale + head * (t.stride_ch16 // 16)
+        factor = t.scale * tl.load(scales + r_page * c.STRIDE_CP + part, mask=r_load, other=0.0)
+    offset = r_page * c.STRIDE_PP + part * c.D
     r_mask = r_load[:, None] & (channel < WIDTH)[None, :]
     stats = tl.load((t.page_stats + head * t.stride_ph + channel)[None, :] + offset[:, None], mask=r_mask, other=0)
     stats = as_operand(stats, element, c.DOT_F32)
-    if c.BLOCK_M > 1:
+    if c.KIND == MEANS and c.BLOCK_M > 1:
         nonempty = (_for_each_part(n, c, LOW) * c.S + part * PART < length) & (part * PART < c.S) & (part < c.M)
         nonempty = tl.reshape(nonempty, [c.BLOCK_P // LOW, c.BLOCK_M, LOW, 1])
 
@@ -173,10 +202,14 @@ def score_tile(t, c, g, row, head, first, num_used, length):
     total = tl.zeros([c.BLOCK_P], tl.float32)
     unbounded = tl.zeros([c.BLOCK_P], tl.int32)
     for _chunk in range(CHUNKS):
-        product = t.scale * _product(stats, a, c.SPLIT, element, c.DOT_F32)  # [BLOCK_P * BLOCK_M, BLOCK_G]
+        product = _product(stats, a, c.SPLIT, element, c.DOT_F32)  # [BLOCK_P * BLOCK_M, BLOCK_G]
+        if c.SETS == 2:
+            product = tl.where((part == 0)[:, None], product, _product(stats, b, c.SPLIT, element, c.DOT_F32))
+        product *= factor[:, None] if CODES else t.scale
         if c.BLOCK_M > 1:
             product = tl.reshape(product, [c.BLOCK_P // LOW, c.BLOCK_M, LOW, c.BLOCK_G])
-            product = tl.reshape(_log_mean_exp(product, nonempty, t.log_parts), [c.BLOCK_P, c.BLOCK_G])
+            joined = _log_mean_exp(product, nonempty, t.log_parts) if c.KIND == MEANS else _sum_of_products(product)
+            product = tl.reshape(joined, [c.BLOCK_P, c.BLOCK_G])
         product = tl.where(product == product, product, float("inf"))
         product = tl.where(valid[:, None], product, float("-inf"))
         if c.REDUCE == NONE:
@@ -191,7 +224,10 @@ def score_tile(t, c, g, row, head, first, num_used, length):
             total += tl.sum(tl.where(infinite | (heads >= c.G)[None, :], 0.0, product), axis=1)
         if CHUNKS > 1:
             heads += c.BLOCK_G
-            a = _coefficients(q_head, heads, channel, box, t, c, WIDTH)
+            raw = _queries(q_head, heads, channel, c, WIDTH)
+            a = _coefficients(raw, channel, box, t, c, 0)
+            if c.SETS == 2:
+                b = _coefficients(raw, channel, box, t, c, 1)
     if c.REDUCE == MAX:
         tl.store(out_row + head * g.stride_sh, best, mask=n < g.N)
     elif c.REDUCE != NONE:
@@ -242,6 +278,7 @@ def score_arguments(
     box_scale: float | torch.Tensor,
     softmax_scale: float,
     group_reduce: str,
+    page_stats_scale: torch.Tensor | None,
 ) -> tuple[ScoreTensors, ScoreShape, Config]:
     """Arguments of :func:`score_tile` for scores that are settled per tile: "max", "sum" or "none"."""
     num_kv_heads, num_vectors = page_stats.shape[1:3]
@@ -249,15 +286,18 @@ def score_arguments(
     box_tensor, box = (box_scale, 1.0) if isinstance(box_scale, torch.Tensor) else (None, float(box_scale))
     is_bound = box_tensor is None and box == 1.0
     is_means = kind == "means"
+    by_vector = is_means or page_stats_scale is not None  # a row of the tile is one vector
     dot_f32 = needs_f32_dot(q.dtype, page_stats.dtype)
-    operand_size = 4 if dot_f32 else page_stats.element_size()
+    operand_size = 4 if dot_f32 else q.element_size()
     config = pick("score", element_size=operand_size, head_dim=head_dim, page_size=page_size)
-    block_m = next_pow2(num_vectors) if is_means else 1
+    block_m = next_pow2(num_vectors) if by_vector else 1
     part_slots = -(-page_size // num_vectors)
+    stride_cp, stride_ch = page_strides(page_stats_scale)
     tensors = ScoreTensors(
         scores,
         q,
         page_stats,
+        page_stats_scale,
         page_table,
         seq_lens,
         box_tensor,
@@ -267,6 +307,7 @@ def score_arguments(
         scores.stride(2),
         q.stride(0),
         page_stats.stride(1),
+        None if stride_ch is None else 16 * stride_ch,
         page_table.stride(1),
         seq_lens.stride(0),
         stride_or_zero(box_tensor),
@@ -284,10 +325,12 @@ def score_arguments(
         # BLOCK_P is given for two vectors a page: other M keep the bytes of the tile.
         BLOCK_P=max(16 // block_m, 2 * config["BLOCK_P"] // next_pow2(num_vectors), 1),
         BLOCK_G=head_rows(num_heads // num_kv_heads),
+        SETS=2 if by_vector and not is_means else 1,
         BLOCK_M=block_m,
-        BLOCK_W=block_dim(head_dim if is_means else num_vectors * head_dim),
+        BLOCK_W=block_dim(head_dim if by_vector else num_vectors * head_dim),
         STRIDE_QH=q.stride(1),
         STRIDE_PP=page_stats.stride(0),
+        STRIDE_CP=stride_cp,
     )
     return tensors, shape, config
 
@@ -314,6 +357,7 @@ def score_pages(
     box_scale: float | torch.Tensor,
     softmax_scale: float,
     group_reduce: str,
+    page_stats_scale: torch.Tensor | None = None,
     scratch: Scratch | None = None,
 ) -> None:
     """Score all pages of all rows; -inf past a row's last page."""
@@ -334,6 +378,7 @@ def score_pages(
         box_scale=box_scale,
         softmax_scale=softmax_scale,
         group_reduce="none" if whole_rows else group_reduce,
+        page_stats_scale=page_stats_scale,
     )
     growing = Growing(
         N=num_cells,

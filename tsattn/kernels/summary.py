@@ -5,6 +5,9 @@
     MEANS     mean of each of M sub-pages of ceil(S / M) slots  nearest even
     MEANVAR   mean, population variance                         nearest even
 
+int8 statistics are codes with one fp32 scale per vector, as ``tsattn.summaries.quantise_statistics`` defines them: a code times
+its scale is nearest to the value, or for MINMAX on it or outside of it. A vector that isn't finite has a scale that isn't.
+
 Sums are taken in fp64 over dequantised fp32 keys and divided in fp64, so that the result does not hang on tile sizes.
 Only slots below `fill` are read, each once; a NaN key makes its channel's statistics NaN.
 """
@@ -12,7 +15,8 @@ Only slots below `fill` are read, each once; a NaN key makes its channel's stati
 import triton
 import triton.language as tl
 
-from tsattn.kernels.primitives import round_to, to_f32
+from tsattn.kernels.primitives import encode_int8, round_to, to_f32
+from tsattn.summaries import LEAST_SCALE
 
 #: The codes of the kinds in the kernels' KIND argument.
 KIND_CODES = {"minmax": 0, "means": 1, "meanvar": 2}
@@ -20,6 +24,8 @@ KIND_CODES = {"minmax": 0, "means": 1, "meanvar": 2}
 MINMAX = tl.constexpr(0)
 MEANS = tl.constexpr(1)
 MEANVAR = tl.constexpr(2)
+_SCALE_MARGIN = tl.constexpr(1.0 + 2.0**-22)
+_LEAST_SCALE = tl.constexpr(LEAST_SCALE)
 
 
 @triton.jit
@@ -35,16 +41,47 @@ def _keys(k_page, stride_slot, slot, end, scale, D: tl.constexpr, BLOCK_D: tl.co
 
 
 @triton.jit
-def _store_vector(stats, j, vector, DIRECTION: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
+def _code(vector, real, DIRECTION: tl.constexpr):
+    """int8 codes of a vector, of which the elements `real` count, and their scale."""
+    # NaN is counted apart, since whether a maximum carries it depends on the Triton release.
+    magnitude = tl.where(real & (vector == vector), tl.abs(vector), 0.0)
+    nans = tl.sum((real & (vector != vector)).to(tl.int32), axis=0)
+    scale = tl.maximum(tl.div_rn(tl.max(magnitude, axis=0), 127.0) * _SCALE_MARGIN, _LEAST_SCALE)
+    scale = tl.where(nans > 0, float("nan"), scale)
+    steps = tl.div_rn(vector, scale)
+    if DIRECTION != 0:
+        outer = tl.floor(steps) if DIRECTION < 0 else tl.ceil(steps)
+        back = outer * scale
+        inside = (back > vector) if DIRECTION < 0 else (back < vector)
+        steps = tl.where(inside, outer + DIRECTION, outer)
+    return encode_int8(steps), scale  # steps of a scale that isn't finite are 0 or NaN: their codes are 0
+
+
+@triton.jit
+def _store_vector(stats, stats_scale, j, vector, DIRECTION: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """Write vector j of a page's [M, D] statistics; of the two zeros +0, whatever order a reduction took."""
     d = tl.arange(0, BLOCK_D)
     vector = tl.where(vector == 0.0, 0.0, vector)
-    tl.store(stats + j * D + d, round_to(vector, stats.dtype.element_ty, DIRECTION), mask=d < D)
+    if stats_scale is not None:
+        codes, scale = _code(vector, d < D, DIRECTION)
+        tl.store(stats + j * D + d, codes, mask=d < D)
+        tl.store(stats_scale + j, scale)
+    else:
+        tl.store(stats + j * D + d, round_to(vector, stats.dtype.element_ty, DIRECTION), mask=d < D)
 
 
 @triton.jit
 def _minmax(
-    stats, k_page, stride_slot, fill, scale, S: tl.constexpr, D: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr
+    stats,
+    stats_scale,
+    k_page,
+    stride_slot,
+    fill,
+    scale,
+    S: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):
     low = tl.full([BLOCK_D], float("inf"), tl.float32)
     high = tl.full([BLOCK_D], float("-inf"), tl.float32)
@@ -57,8 +94,8 @@ def _minmax(
         nans += tl.sum(is_nan.to(tl.int32), axis=0)
     low = tl.where(nans > 0, float("nan"), low)
     high = tl.where(nans > 0, float("nan"), high)
-    _store_vector(stats, 0, low, -1, D, BLOCK_D)
-    _store_vector(stats, 1, high, 1, D, BLOCK_D)
+    _store_vector(stats, stats_scale, 0, low, -1, D, BLOCK_D)
+    _store_vector(stats, stats_scale, 1, high, 1, D, BLOCK_D)
 
 
 @triton.jit
@@ -74,6 +111,7 @@ def _mean(k_page, stride_slot, begin, end, scale, D: tl.constexpr, BLOCK_S: tl.c
 @triton.jit
 def _means(
     stats,
+    stats_scale,
     k_page,
     stride_slot,
     fill,
@@ -88,7 +126,7 @@ def _means(
     for j in range(M):
         end = tl.minimum(fill, (j + 1) * width)
         mean = _mean(k_page, stride_slot, j * width, end, scale, D, BLOCK_S, BLOCK_D)
-        _store_vector(stats, j, mean.to(tl.float32), 0, D, BLOCK_D)
+        _store_vector(stats, stats_scale, j, mean.to(tl.float32), 0, D, BLOCK_D)
 
 
 @triton.jit
@@ -100,7 +138,16 @@ def _squares(keys, mask, pivot):
 
 @triton.jit
 def _meanvar(
-    stats, k_page, stride_slot, fill, scale, S: tl.constexpr, D: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr
+    stats,
+    stats_scale,
+    k_page,
+    stride_slot,
+    fill,
+    scale,
+    S: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):
     """Every key is read once: deviations are from the mean of the first tile, which is corrected at last."""
     total = tl.zeros([BLOCK_D], tl.float64)
@@ -114,13 +161,14 @@ def _meanvar(
         squares += _squares(keys, mask, pivot)
     count = tl.maximum(fill, 1).to(tl.float64)
     off = total - pivot * count
-    _store_vector(stats, 0, (total / count).to(tl.float32), 0, D, BLOCK_D)
-    _store_vector(stats, 1, ((squares - off * off / count) / count).to(tl.float32), 0, D, BLOCK_D)
+    _store_vector(stats, stats_scale, 0, (total / count).to(tl.float32), 0, D, BLOCK_D)
+    _store_vector(stats, stats_scale, 1, ((squares - off * off / count) / count).to(tl.float32), 0, D, BLOCK_D)
 
 
 @triton.jit
 def write_page_stats(
     stats,  # pointer to the [M, D] block of one (page, head)
+    stats_scale,  # pointer to its M scales, or None
     k_page,  # pointer to slot 0 of the same page and head
     stride_slot,
     fill,
@@ -134,8 +182,8 @@ def write_page_stats(
 ):
     """Compute the statistics of one page and head from slots [0, fill) of the cache and write them."""
     if KIND == MINMAX:
-        _minmax(stats, k_page, stride_slot, fill, scale, S, D, BLOCK_S, BLOCK_D)
+        _minmax(stats, stats_scale, k_page, stride_slot, fill, scale, S, D, BLOCK_S, BLOCK_D)
     elif KIND == MEANS:
-        _means(stats, k_page, stride_slot, fill, scale, S, D, M, BLOCK_S, BLOCK_D)
+        _means(stats, stats_scale, k_page, stride_slot, fill, scale, S, D, M, BLOCK_S, BLOCK_D)
     else:
-        _meanvar(stats, k_page, stride_slot, fill, scale, S, D, BLOCK_S, BLOCK_D)
+        _meanvar(stats, stats_scale, k_page, stride_slot, fill, scale, S, D, BLOCK_S, BLOCK_D)

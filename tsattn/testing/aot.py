@@ -119,16 +119,24 @@ def _scale(dtype: torch.dtype) -> torch.Tensor | None:
     return torch.ones(_HEADS_KV) if dtype in (INT8, FP8) else None
 
 
+def _statistics(vectors: int, dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Statistics and, for int8, the scales of their vectors."""
+    scales = torch.ones(_PAGES, _HEADS_KV, vectors) if dtype == INT8 else None
+    return torch.zeros(_PAGES, _HEADS_KV, vectors, dim, dtype=dtype), scales
+
+
 def _append(
     kind: str, m: int, dtype: torch.dtype, cache: torch.dtype, stats: torch.dtype, dim: int, page_size: int, tokens: int = 33
 ) -> None:
     k = torch.zeros(tokens, _HEADS_KV, dim, dtype=dtype)
-    k_cache, page_stats = _cache(cache, dim, page_size), torch.zeros(_PAGES, _HEADS_KV, m, dim, dtype=stats)
-    scale = _scale(cache)
+    k_cache, scale = _cache(cache, dim, page_size), _scale(cache)
+    page_stats, scales = _statistics(m, dim, stats)
     slots = torch.zeros(tokens, dtype=torch.int64)
-    kernels.append_kv(k, k, k_cache, k_cache.clone(), page_stats, slots, kind=kind, k_scale=scale, v_scale=scale)
+    kernels.append_kv(
+        k, k, k_cache, k_cache.clone(), page_stats, slots, kind=kind, k_scale=scale, v_scale=scale, page_stats_scale=scales
+    )
     table, lens = torch.zeros(3, 5, dtype=torch.int32), torch.zeros(3, dtype=torch.int64)
-    kernels.rebuild_page_stats(k_cache, page_stats, table, lens, kind=kind, k_scale=scale)
+    kernels.rebuild_page_stats(k_cache, page_stats, table, lens, kind=kind, k_scale=scale, page_stats_scale=scales)
 
 
 def _score(
@@ -145,7 +153,7 @@ def _score(
     cells: int = 100,
 ) -> None:
     q = torch.zeros(rows, _HEADS_KV * group, dim, dtype=dtype)
-    page_stats = torch.zeros(_PAGES, _HEADS_KV, m, dim, dtype=stats)
+    page_stats, scales = _statistics(m, dim, stats)
     heads = _HEADS_KV * (group if reduce == "none" else 1)
     kernels.score_pages(
         q,
@@ -158,6 +166,7 @@ def _score(
         box_scale=torch.ones(_HEADS_KV) if box is None else box,
         softmax_scale=dim**-0.5,
         group_reduce=reduce,
+        page_stats_scale=scales,
     )
 
 
@@ -224,15 +233,17 @@ def _decode(
     extras: bool = False,
     rows: int = 3,
     cells: int = 2048,
+    stats: torch.dtype | None = None,
 ) -> None:
     heads = _HEADS_KV * group
     lists, width = heads if reduce == "none" else _HEADS_KV, min(64, cells)
     q, k_cache, scale = torch.zeros(rows, heads, dim, dtype=dtype), _cache(cache, dim, page_size), _scale(cache)
+    page_stats, scales = _statistics(m, dim, stats or dtype)
     kernels.sparse_decode(
         q,
         k_cache,
         k_cache.clone(),
-        torch.zeros(_PAGES, _HEADS_KV, m, dim, dtype=dtype),
+        page_stats,
         torch.zeros(rows, cells, dtype=torch.int64 if extras else torch.int32),
         torch.zeros(rows, dtype=torch.int64 if extras else torch.int32),
         torch.zeros(rows, dtype=torch.int32) if extras else None,
@@ -251,6 +262,7 @@ def _decode(
         sinks=torch.zeros(heads, dtype=dtype) if extras else None,
         k_scale=scale,
         v_scale=scale,
+        page_stats_scale=scales,
         plan=plan,
         counters=torch.zeros(kernels.num_counters(rows, _HEADS_KV, heads), dtype=torch.int32),
     )
@@ -276,6 +288,8 @@ def cases() -> dict[str, Callable[[], None]]:
     add(_append, "meanvar", 2, FP16, INT8, FP32, 128, 1)
     add(_append, "means", 2, BF16, BF16, BF16, 192, 64)
     add(_append, "means", 8, FP32, FP8, FP32, 256, 128)
+    add(_append, "means", 1, BF16, BF16, INT8, 128, 16)
+    add(_append, "minmax", 2, BF16, BF16, INT8, 128, 16)
 
     add(_score, "minmax", 2, BF16, BF16, 128, 16, 4, "max")
     add(_score, "minmax", 2, FP16, FP16, 80, 64, 5, "none", box=0.25)
@@ -285,6 +299,8 @@ def cases() -> dict[str, Callable[[], None]]:
     add(_score, "means", 4, BF16, FP32, 256, 64, 5, "softmax")
     add(_score, "meanvar", 2, BF16, BF16, 128, 16, 4, "max")
     add(_score, "minmax", 2, BF16, BF16, 128, 16, 71, "max")
+    for kind, m in (("means", 1), ("means", 4), ("minmax", 2)):
+        add(_score, kind, m, BF16, INT8, 128, 16, 4, "max")
 
     add(_select, "tile", 2048, 128)
     add(_select, "tile", 100, 128, wide=True)
@@ -316,6 +332,9 @@ def cases() -> dict[str, Callable[[], None]]:
         add(_decode, plan, "means", 2, BF16, BF16, 128, 16, 4, "max")
     for plan in kernels.PLANS[1:]:
         add(_decode, plan, "minmax", 2, FP16, INT8, 80, 12, 5, "none", extras=True, rows=1)
+    for plan in ("two", "row"):
+        for kind, m in (("means", 1), ("means", 4), ("minmax", 2)):
+            add(_decode, plan, kind, m, BF16, BF16, 128, 16, 4, "max", stats=INT8)
     add(_decode, "two", "meanvar", 2, FP32, FP32, 64, 16, 1, "sum", cells=1)
     add(_decode, "ticket", "minmax", 2, BF16, FP8, 256, 64, 17, "max")
     for plan in kernels.PLANS:
