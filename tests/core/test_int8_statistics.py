@@ -15,7 +15,7 @@ from tsattn.testing import assert_same_bits, make_case, make_pool
 from .oracles import poisoned_statistics, stored_statistics
 
 KINDS = [("minmax", 2), ("means", 1), ("means", 2), ("means", 4), ("means", 8), ("meanvar", 2)]
-IMPLS = ["torch", "reference"]
+IMPLS = ("torch", "reference", "triton")
 
 
 def vectors(count, dim=16, seed=0):
