@@ -182,7 +182,9 @@ def quantise_statistics(statistics: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     """
     statistics = statistics.to(torch.float32)
     # The factor outweighs the roundings of the division and of a product with 127, so the largest value has a code.
-    scale = (statistics.abs().amax(dim=-1) / 127.0 * (1.0 + 2.0**-22)).clamp_min(LEAST_SCALE)
+    # A tensor, as a GPU multiplies by the reciprocal of a number.
+    most = torch.full((), 127.0, device=statistics.device)
+    scale = (statistics.abs().amax(dim=-1) / most * (1.0 + 2.0**-22)).clamp_min(LEAST_SCALE)
     wide = scale[..., None]
     steps = statistics / wide
     if SUMMARIES[kind].directed:

@@ -103,12 +103,17 @@ def _is_hip(active: object) -> bool:
     return bool(active.get_current_target().backend == "hip")  # type: ignore[attr-defined]
 
 
+def is_amd() -> bool:
+    """Whether kernels run on an AMD GPU now."""
+    return not INTERPRET and _is_hip(driver.active)
+
+
 def head_rows(heads: int) -> int:
     """Rows of a query tile for a group of `heads` heads, to be walked in chunks if they are more than MAX_HEADS.
 
     NVIDIA tensor cores take a tile of fewer rows than 16 as it is; AMD's would be left idle by it.
     """
-    if not INTERPRET and _is_hip(driver.active):
+    if is_amd():
         return MAX_HEADS
     return min(MAX_HEADS, next_pow2(heads))
 

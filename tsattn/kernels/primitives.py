@@ -7,7 +7,7 @@ vendor and the interpreter store the same value:
     to_f32(x)              bf16 / fp16 / fp32 / int8 code / e4m3 code (held as uint8) -> fp32, exact
     round_to(x, T, dir)    fp32 -> T, to nearest even (dir 0), toward -inf (dir -1) or toward +inf (dir 1)
     encode(x, T)           fp32 -> what a cache of element type T stores, saturating for the quantised types
-    dot(a, b, DOT_F32)     the only matrix product: fp32 "ieee" or native tensor cores
+    dot(a, b, DOT_F32)     the only matrix product: fp32 "ieee" or native tensor cores; dot_of_codes chooses its shape
     order_key(x)           fp32 -> uint32 in the same order, -0 == +0, NaN == +inf
 """
 
@@ -152,6 +152,21 @@ def dot(a, b, DOT_F32: tl.constexpr):
         return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee", out_dtype=tl.float32)
     else:
         return tl.dot(a, b, out_dtype=tl.float32)
+
+
+@triton.jit
+def dot_of_codes(a, b, HALVES: tl.constexpr, DOT_F32: tl.constexpr):
+    """:func:`dot`; with HALVES as two products of half the rows, where `a` comes from 8-bit codes.
+
+    From 64 rows and 8 columns on Triton would take a wgmma, whose layout has codes read from shared memory two at a time. With
+    more than 16 columns the halves cost more registers than that.
+    """
+    if HALVES and not DOT_F32 and a.shape[0] >= 64 and b.shape[1] >= 8 and b.shape[1] <= 16:
+        halves = tl.reshape(a, [2, a.shape[0] // 2, a.shape[1]])
+        both = dot(halves, tl.broadcast_to(b[None, :, :], [2, b.shape[0], b.shape[1]]), DOT_F32)
+        return tl.reshape(both, [a.shape[0], b.shape[1]])
+    else:
+        return dot(a, b, DOT_F32)
 
 
 @triton.jit

@@ -32,6 +32,7 @@ from tsattn.kernels.launch import (
     block_dim,
     constants,
     head_rows,
+    is_amd,
     needs_f32_dot,
     next_pow2,
     on_device_of,
@@ -39,7 +40,7 @@ from tsattn.kernels.launch import (
     scratch_or_new,
     stride_or_zero,
 )
-from tsattn.kernels.primitives import as_operand, cdiv, dot, in_pool, pages_of, to_f32
+from tsattn.kernels.primitives import as_operand, cdiv, dot_of_codes, in_pool, pages_of, to_f32
 from tsattn.kernels.score_group import reduce_over_group
 from tsattn.kernels.summary import KIND_CODES, MEANS, MINMAX
 from tsattn.scratch import Scratch
@@ -88,6 +89,7 @@ class ScoreShape(NamedTuple):
     REDUCE: Any
     SPLIT: Any
     DOT_F32: Any
+    HALVES: Any  # of the tile are multiplied one by one, see dot_of_codes
     BLOCK_P: Any
     BLOCK_G: Any
     SETS: Any  # of coefficients: 2 if rows of the tile are vectors that have each their own, else 1
@@ -123,14 +125,14 @@ def _coefficients(raw, channel, box, t, c, VECTOR: tl.constexpr):
 
 
 @triton.jit
-def _product(b, a, SPLIT: tl.constexpr, DTYPE: tl.constexpr, DOT_F32: tl.constexpr):
+def _product(b, a, SPLIT: tl.constexpr, HALVES: tl.constexpr, DTYPE: tl.constexpr, DOT_F32: tl.constexpr):
     """fp32 b [M, K] times a [K, N]; with SPLIT a is the sum of two numbers of type DTYPE."""
     high = as_operand(a, DTYPE, DOT_F32)
     if SPLIT and not DOT_F32:  # both in one product, side by side
         low = as_operand(a - high.to(tl.float32), DTYPE, DOT_F32)
-        both = dot(b, tl.reshape(tl.join(high, low), [a.shape[0], 2 * a.shape[1]]), DOT_F32)
+        both = dot_of_codes(b, tl.reshape(tl.join(high, low), [a.shape[0], 2 * a.shape[1]]), HALVES, DOT_F32)
         return tl.sum(tl.reshape(both, [b.shape[0], a.shape[1], 2]), axis=2)
-    return dot(b, high, DOT_F32)
+    return dot_of_codes(b, high, HALVES, DOT_F32)
 
 
 @triton.jit
@@ -202,9 +204,9 @@ def score_tile(t, c, g, row, head, first, num_used, length):
     total = tl.zeros([c.BLOCK_P], tl.float32)
     unbounded = tl.zeros([c.BLOCK_P], tl.int32)
     for _chunk in range(CHUNKS):
-        product = _product(stats, a, c.SPLIT, element, c.DOT_F32)  # [BLOCK_P * BLOCK_M, BLOCK_G]
+        product = _product(stats, a, c.SPLIT, c.HALVES, element, c.DOT_F32)  # [BLOCK_P * BLOCK_M, BLOCK_G]
         if c.SETS == 2:
-            product = tl.where((part == 0)[:, None], product, _product(stats, b, c.SPLIT, element, c.DOT_F32))
+            product = tl.where((part == 0)[:, None], product, _product(stats, b, c.SPLIT, c.HALVES, element, c.DOT_F32))
         product *= factor[:, None] if CODES else t.scale
         if c.BLOCK_M > 1:
             product = tl.reshape(product, [c.BLOCK_P // LOW, c.BLOCK_M, LOW, c.BLOCK_G])
@@ -322,6 +324,7 @@ def score_arguments(
         REDUCE=REDUCE_CODES[group_reduce],
         SPLIT=not (is_means or (kind == "minmax" and is_bound)),
         DOT_F32=dot_f32,
+        HALVES=page_stats_scale is not None and not is_amd(),
         # BLOCK_P is given for two vectors a page: other M keep the bytes of the tile.
         BLOCK_P=max(16 // block_m, 2 * config["BLOCK_P"] // next_pow2(num_vectors), 1),
         BLOCK_G=head_rows(num_heads // num_kv_heads),

@@ -301,6 +301,8 @@ def cases() -> dict[str, Callable[[], None]]:
     add(_score, "minmax", 2, BF16, BF16, 128, 16, 71, "max")
     for kind, m in (("means", 1), ("means", 4), ("minmax", 2)):
         add(_score, kind, m, BF16, INT8, 128, 16, 4, "max")
+    add(_score, "means", 1, BF16, INT8, 128, 16, 8, "max")
+    add(_score, "meanvar", 2, FP16, INT8, 80, 12, 8, "none")
 
     add(_select, "tile", 2048, 128)
     add(_select, "tile", 100, 128, wide=True)
