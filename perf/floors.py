@@ -10,7 +10,8 @@ from tsattn.cost import Cost
 def score(w: Workload) -> Cost:
     """Statistics and queries in, one fp32 score per page and KV head out."""
     layer, pages = w.layer, w.layer.pages(w.context)
-    reads = {"page_stats": layer.heads_kv * layer.page_summary * pages, "q": layer.heads_q * layer.head_dim * layer.q_size}
+    reads = {name: layer.heads_kv * size for name, size in layer.statistics(pages).items()}
+    reads["q"] = layer.heads_q * layer.head_dim * layer.q_size
     flops = 2 * layer.heads_q * layer.head_dim * layer.vectors * pages
     return Cost(reads, {"scores": 4 * layer.lists * pages}, flops) * w.batch
 
@@ -27,7 +28,7 @@ def attend(w: Workload) -> Cost:
     layer = w.layer
     step = cost.sparse_floor(layer, [w.context], w.budget)
     ids = {"page_ids": 4 * layer.lists * cost.kept_pages(layer, w.context, w.budget)}
-    reads = {name: size for name, size in step.read.items() if name != "page_stats"}
+    reads = {name: size for name, size in step.read.items() if not name.startswith("page_stats")}
     tokens = cost.kept_tokens(layer, w.context, w.budget)
     return Cost(reads | ids, step.written, 4 * layer.heads_q * layer.head_dim * tokens) * w.batch
 
