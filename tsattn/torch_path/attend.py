@@ -52,32 +52,43 @@ def _logits(q: Tensor, k: Tensor, scale: float) -> Tensor:
     return torch.bmm(k.float(), q.float().transpose(1, 2)).transpose(1, 2).contiguous().mul_(scale)
 
 
+def _is_sound(lse: Tensor) -> bool:
+    """Whether no logit can have been lost: where all are -inf, flash attention has an LSE of 0."""
+    return all(math.isfinite(value) and value != 0.0 for value in lse.flatten().tolist())
+
+
 def _flash_in_splits(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Flash attention of one KV head: q [GL, D], k and v [T, D] -> [GL, D], [GL]."""
-    each = k.shape[0] // _SPLITS
-    shape = _SPLITS, 1, each, k.shape[1]
-    ends = _SPLITS * each
-    states = [_flash(q.expand(_SPLITS, 1, -1, -1), k[:ends].view(shape), v[:ends].view(shape), scale=scale)]
-    if ends < k.shape[0]:
-        states.append(_flash(q[None, None], k[None, None, ends:], v[None, None, ends:], scale=scale))
-    outs, lses = (torch.cat(parts)[:, 0].float() for parts in zip(*states, strict=True))
-    lse = lses.logsumexp(dim=0)
-    return (outs * (lses - lse).exp_()[..., None]).sum(dim=0).to(q.dtype), lse
+    """Attention of one KV head: q [1, GL, D], k, v [1, T, D] -> [1, GL, D], [1, GL]; an LSE of NaN asks for the plain way."""
+    each = k.shape[1] // _SPLITS
+    shape, ends = (_SPLITS, 1, each, k.shape[2]), _SPLITS * each
+    outs, lses = _flash(q.expand(_SPLITS, -1, -1)[:, None], k[0, :ends].view(shape), v[0, :ends].view(shape), scale=scale)
+    outs, lses = outs[:, 0].float(), lses[:, 0]
+    if ends < k.shape[1]:  # fewer tokens than flash attention can be trusted with
+        out, lse = _products(q, k[:, ends:], v[:, ends:], scale)
+        outs, lses = torch.cat((outs, out)), torch.cat((lses, lse))
+    if not _is_sound(lses):
+        return q, torch.full_like(lses[:1], math.nan)
+    lse = lses.logsumexp(dim=0, keepdim=True)
+    return (outs * (lses - lse).exp_()[..., None]).sum(dim=0, keepdim=True).to(q.dtype), lse
 
 
-def _quick(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """:func:`_plain` where nothing is hidden; right as long as the LSE comes out finite."""
-    if q.dtype == torch.bfloat16 and q.device.type == "cpu" and k.shape[1] >= _FLASH_TOKENS:
-        if k.shape[0] == 1 and k.shape[1] >= _SPLIT_TOKENS:
-            out, lse = _flash_in_splits(q[0], k[0], v[0], scale)
-            return out[None], lse[None]
-        out, lse = _flash(q[None], k[None], v[None], scale=scale)
-        return out[0], lse[0]
+def _products(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Attention by two matrix products in fp32, nothing hidden: q [HL, GL, D], k and v [HL, T, D] -> out, lse [HL, GL]."""
     logits = _logits(q, k, scale)
     top = logits.amax(dim=-1, keepdim=True)
     weights = logits.sub_(top).exp_()
     total = weights.sum(dim=-1, keepdim=True)
     return torch.bmm(weights, v.float()).div_(total), total.log_().add_(top)[..., 0]
+
+
+def _quick(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """:func:`_plain` where nothing is hidden; right as long as the LSE :func:`_is_sound`."""
+    if q.dtype != torch.bfloat16 or q.device.type != "cpu" or k.shape[1] < _FLASH_TOKENS:
+        return _products(q, k, v, scale)
+    if k.shape[0] == 1 and k.shape[1] >= _SPLIT_TOKENS:
+        return _flash_in_splits(q, k, v, scale)
+    out, lse = _flash(q[None], k[None], v[None], scale=scale)
+    return out[0], lse[0]
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, scale: float, softcap: float) -> tuple[Tensor, Tensor]:
@@ -118,7 +129,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, options: O
     simple = hidden is None and softcap == 0
     if simple:
         out, lse = _quick(query, k, v, scale)
-    if not (simple and math.isfinite(float(lse.sum()))):
+    if not (simple and _is_sound(lse)):
         out, lse = _plain(query, k, v, hidden, scale, softcap)
     if sinks is not None:
         out, lse = _with_sinks(out.float(), lse, sinks.float().view(k.shape[0], -1))
