@@ -89,15 +89,6 @@ def _copy_rows(cache_page, stride_slot, slot, source, stride_token, winner, scal
 _SCALE_STRIDES = ["stride_cp", "stride_ch"]
 
 
-@triton.jit
-def _page_scales(page_stats_scale, page, stride_cp, head, stride_ch):
-    """Where the scales of one page and head are; None for statistics without."""
-    if page_stats_scale is not None:
-        return page_stats_scale + page * stride_cp + head * stride_ch
-    else:
-        return None
-
-
 @triton.jit(do_not_specialize=["T", "num_pages", *_SCALE_STRIDES])
 def _append_kernel(
     k_cache,
@@ -171,7 +162,9 @@ def _append_kernel(
     # The statistics read the page back through other threads than those that wrote it.
     tl.debug_barrier()
     stats = page_stats + page * stride_sp + head * stride_sh
-    stats_scale = _page_scales(page_stats_scale, page, stride_cp, head, stride_ch)
+    stats_scale = page_stats_scale
+    if page_stats_scale is not None:
+        stats_scale = page_stats_scale + page * stride_cp + head * stride_ch
     write_page_stats(stats, stats_scale, k_page, stride_ks, fill, key_scale, KIND, S, D, M, BLOCK_S, BLOCK_D)
 
 
@@ -219,7 +212,9 @@ def _rebuild_stats_kernel(
     if k_scale is not None:
         scale = tl.load(k_scale + head * stride_kscale)
     stats = page_stats + page * stride_sp + head * stride_sh
-    stats_scale = _page_scales(page_stats_scale, page, stride_cp, head, stride_ch)
+    stats_scale = page_stats_scale
+    if page_stats_scale is not None:
+        stats_scale = page_stats_scale + page * stride_cp + head * stride_ch
     k_page = k_cache + page * stride_kp + head * stride_kh
     write_page_stats(stats, stats_scale, k_page, stride_ks, fill, scale, KIND, S, D, M, BLOCK_S, BLOCK_D)
 
