@@ -223,7 +223,7 @@ def written(bag):
     return [(tensor, tensor.detach().clone()) for tensor in tensors]
 
 
-def refuse(op, bag, before, word, **options):
+def assert_refused(op, bag, before, word, **options):
     with pytest.raises((ValueError, TypeError), match=word):
         op(bag, **options)
     for tensor, copy in before:
@@ -243,9 +243,9 @@ def test_wrong_argument(op, name, value, word):
     value = value(bag) if callable(value) else value
     if name in TENSORS or (name == "out" and op in ATTENTION):
         setattr(bag, name, value)
-        refuse(op, bag, before, word)
+        assert_refused(op, bag, before, word)
     else:
-        refuse(op, bag, before, word, **{name: value})
+        assert_refused(op, bag, before, word, **{name: value})
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.int8, torch.float8_e4m3fn])
@@ -257,7 +257,7 @@ def test_wrong_scale(op, name, kv_dtype):
     bag = make(kv_dtype=kv_dtype)
     before = written(bag)
     for scale in wrong + ([None] if kv_dtype == torch.int8 else []):
-        refuse(op, bag, before, name, **{name: scale})
+        assert_refused(op, bag, before, name, **{name: scale})
     op(bag, **{name: 0.5})
     op(bag, **{name: 1})
     op(bag, **{name: torch.tensor(0.5)})
@@ -287,14 +287,16 @@ def test_wrong_scale_of_statistics(ops, value, word):
         bag = make(stats_dtype=torch.int8)
         before = written(bag)
         value_here = value(bag.page_stats_scale.clone()) if callable(value) else value
-        refuse(op, bag, before, word, page_stats_scale=value_here)
+        assert_refused(op, bag, before, word, page_stats_scale=value_here)
 
 
 @pytest.mark.parametrize("op", STORED)
 def test_a_scale_belongs_to_int8_statistics_alone(op):
     for stats_dtype in (None, torch.bfloat16):
         bag = make(stats_dtype=stats_dtype)
-        refuse(op, bag, written(bag), "page_stats_scale belongs to int8", page_stats_scale=torch.ones(bag.page_stats.shape[:3]))
+        assert_refused(
+            op, bag, written(bag), "page_stats_scale belongs to int8", page_stats_scale=torch.ones(bag.page_stats.shape[:3])
+        )
 
 
 def test_head_dim_limits():

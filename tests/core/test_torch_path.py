@@ -77,7 +77,7 @@ def scores_of(case, impl, **options):
 def test_whole_chain_against_the_reference(combination):
     size = combination["page_size"]
     case = case_of(combination, [0, 1, size, 2 * size + 1, 5 * size - 1])
-    append_and_compare(case, combination["layout"])
+    assert_append_agrees(case, combination["layout"])
     reduce = combination["reduce"]
     exact = scores_of(case, "reference", group_reduce=reduce)
     if reduce != "mix":  # places, not values: judged by its definition in test_reference_score.py
@@ -88,11 +88,11 @@ def test_whole_chain_against_the_reference(combination):
         chosen[impl] = tsattn.select_pages(exact, case.seq_lens, page_size=size, budget=3 * size, recent_pages=1, impl=impl)
     assert torch.equal(chosen["torch"].page_ids, chosen["reference"].page_ids)
     assert torch.equal(chosen["torch"].page_counts, chosen["reference"].page_counts)
-    attend_and_judge(case, chosen["torch"])
-    attend_and_judge(case, None)
+    assert_attends_rightly(case, chosen["torch"])
+    assert_attends_rightly(case, None)
 
 
-def append_and_compare(case, layout):
+def assert_append_agrees(case, layout):
     """Append the case's own tokens through both implementations, in different splits, into poisoned pools."""
     size, heads, dim = case.k_cache.shape[1:]
     results = []
@@ -140,7 +140,7 @@ def largest_terms(case, reduce):
     return largest * q.shape[2] if reduce in ("sum", "softmax") else largest
 
 
-def attend_and_judge(case, selection):
+def assert_attends_rightly(case, selection):
     options = {"k_scale": case.k_scale, "v_scale": case.v_scale, "return_lse": True, "impl": "torch"}
     arguments = (case.q, case.k_cache, case.v_cache, case.page_table, case.seq_lens)
     if selection is None:
@@ -175,8 +175,8 @@ def test_odd_sizes(dim, page_size):
     combination = {"dim": dim, "page_size": page_size, "group": 9, "heads": 2, "dtype": "fp32", "layout": "NHD"}
     for summary in (("means", 4), ("minmax", 2)):
         case = case_of({**combination, "summary": summary}, [1, 3 * page_size - 1, 2 * page_size])
-        append_and_compare(case, "NHD")
-        attend_and_judge(case, None)
+        assert_append_agrees(case, "NHD")
+        assert_attends_rightly(case, None)
 
 
 def test_a_long_row():
@@ -187,8 +187,8 @@ def test_a_long_row():
     selection = tsattn.select_pages(exact, case.seq_lens, page_size=16, budget=1024, recent_pages=4, impl="torch")
     expected = tsattn.select_pages(exact, case.seq_lens, page_size=16, budget=1024, recent_pages=4, impl="reference")
     assert torch.equal(selection.page_ids, expected.page_ids)
-    attend_and_judge(case, selection)
-    attend_and_judge(case, None)
+    assert_attends_rightly(case, selection)
+    assert_attends_rightly(case, None)
 
 
 def test_the_judge_sees_a_wrong_token():

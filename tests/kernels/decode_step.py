@@ -78,3 +78,11 @@ def decode(case: PagedCase, plan: str, counters=None, *, width=4, budget=None, r
 def assert_same_step(actual, expected, what=""):
     for name, a, b in zip(NAMES, actual, expected, strict=True):
         assert_same_bits(a.contiguous(), b.contiguous(), f"{what} {name}")
+
+
+def assert_fused_as_separate(case, **options):
+    """Every fused plan gives the bits of separate launches at tiles so small that rows have several."""
+    with small_tiles():
+        expected = decode(case, "separate", **options)
+        for plan in FUSED:
+            assert_same_step(decode(case, plan, **options), expected, plan)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from triton.runtime.interpreter import InterpreterBuilder
 
-from tests.kernels.decode_step import FUSED, assert_same_step, decode, new_counters, small_tiles
+from tests.kernels.decode_step import FUSED, assert_fused_as_separate, assert_same_step, decode, new_counters, small_tiles
 from tsattn import kernels
 from tsattn.kernels import fused
 from tsattn.scratch import Scratch
@@ -51,10 +51,7 @@ def make(name, lengths=(100, 0, 33)):
 @pytest.mark.parametrize("name", CASES)
 def test_fused_plans_give_the_bits_of_separate_launches(name):
     case, options = make(name)
-    with small_tiles():
-        expected = decode(case, "separate", **options)
-        for plan in FUSED:
-            assert_same_step(decode(case, plan, **options), expected, plan)
+    assert_fused_as_separate(case, **options)
 
 
 def test_so_they_do_with_the_tiles_of_the_default_configuration():

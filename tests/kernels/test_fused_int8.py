@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from tests.kernels.decode_step import FUSED, assert_same_step, decode, small_tiles
+from tests.kernels.decode_step import FUSED, assert_fused_as_separate, assert_same_step, decode, small_tiles
 from tests.kernels.int8_statistics import dequantised, int8_case
 from tsattn.testing import assert_same_bits
 
@@ -31,10 +31,7 @@ def make(name, lengths=(100, 0, 33)):
 @pytest.mark.parametrize("name", CASES)
 def test_fused_plans_give_the_bits_of_separate_launches(name):
     case, options = make(name)
-    with small_tiles():
-        expected = decode(case, "separate", **options)
-        for plan in FUSED:
-            assert_same_step(decode(case, plan, **options), expected, plan)
+    assert_fused_as_separate(case, **options)
 
 
 @pytest.mark.parametrize("name", ["one-mean", "four-means", "minmax", "meanvar"])

@@ -33,7 +33,7 @@ def score(case, module=kernels, *, reduce="max", box=1.0, dtype=FP32, scale=None
     return scores
 
 
-def judge(case, **options):
+def assert_scores_agree(case, **options):
     exact = score(case, reference, dtype=torch.float64, **options)
     assert_close(score(case, **options), exact, score(case, torch_path, **options), what="scores")
 
@@ -71,7 +71,7 @@ def test_agrees_with_the_reference(case):
         kind=kind,
         parts=parts,
     )
-    judge(inputs, reduce=reduce, box=box)
+    assert_scores_agree(inputs, reduce=reduce, box=box)
 
 
 @pytest.mark.parametrize("kind", ["minmax", "means", "meanvar"])
@@ -91,7 +91,7 @@ def test_box_scale_may_differ_by_head_and_have_a_stride():
     case = make_case((100, 7), kind="minmax", dtype=BF16)
     buffer = torch.full((2, 3), math.nan)
     buffer[:, 1] = torch.tensor([0.25, 1.0])
-    judge(case, box=buffer[:, 1])
+    assert_scores_agree(case, box=buffer[:, 1])
     by_tensor = score(case, box=buffer[:, 1])
     assert_same_bits(by_tensor[:, 0], score(case, box=0.25)[:, 0])
     assert_same_bits(by_tensor[:, 1], score(case, box=1.0)[:, 1])
@@ -111,7 +111,7 @@ def test_page_with_a_non_finite_statistic_is_unbounded(kind, reduce):
     assert torch.isfinite(dirty[0, 0, [0, 1, 2, 4, 5, 7]]).all()
     assert_same_bits(dirty[1], clean[1], "the other row")
     if reduce != "mix":
-        judge(case, reduce=reduce)
+        assert_scores_agree(case, reduce=reduce)
 
 
 def test_pages_of_keys_at_minus_infinity_rank_last_but_count():
@@ -120,7 +120,7 @@ def test_pages_of_keys_at_minus_infinity_rank_last_but_count():
     case.page_stats[case.page_table[0, 1].long()] = -math.inf
     scores = score(case)
     assert (scores[0, :, 1] == -math.inf).all() and torch.isfinite(scores[0, :, [0, 2]]).all()
-    judge(case)
+    assert_scores_agree(case)
 
 
 @pytest.mark.parametrize("reduce, kind", [("max", "means"), ("softmax", "minmax"), ("mix", "meanvar"), ("none", "means")])
@@ -147,7 +147,7 @@ def test_every_candidate_configuration_does_the_whole_job(pages):
     """TB-099."""
     case = make_case((17, 16 * 70), heads_kv=1, group=3, dim=80)
     with space.forced("score", next(config for config in CANDIDATES if config["BLOCK_P"] == pages)):
-        judge(case)
+        assert_scores_agree(case)
 
 
 @pytest.mark.parametrize("kind, box", [("minmax", 0.25), ("meanvar", 1.0)])
@@ -155,7 +155,7 @@ def test_coefficients_in_two_numbers(kind, box, monkeypatch):
     """As on a GPU: both numbers of 16 bits in one product, which the interpreter otherwise replaces by one of fp32."""
     monkeypatch.setattr("tsattn.kernels.score.needs_f32_dot", lambda *dtypes: False)
     for group in (3, 20):
-        judge(make_case((16 * 9, 40), heads_kv=1, group=group, dim=80, kind=kind, dtype=FP16), box=box)
+        assert_scores_agree(make_case((16 * 9, 40), heads_kv=1, group=group, dim=80, kind=kind, dtype=FP16), box=box)
 
 
 def test_more_tiles_than_a_grid_axis_has(monkeypatch):
@@ -227,7 +227,9 @@ def test_impossible_pages_and_lengths_are_not_followed():
 def test_no_rows_and_no_pages():
     """TB-045."""
     case = make_case((40, 3))
-    empty = torch.empty(0, 2, 4)
+    memory = torch.full((2, 2, 4), math.nan)  # of which nothing is given away
+    empty = memory[:0]
     options = {"page_size": 16, "kind": "means", "box_scale": 1.0, "softmax_scale": 1.0, "group_reduce": "max"}
     kernels.score_pages(case.q[:0], case.page_stats, case.page_table[:0], case.seq_lens[:0], empty, **options)
-    kernels.score_pages(case.q, case.page_stats, case.page_table[:, :0], case.seq_lens, empty.reshape(2, 2, 0), **options)
+    kernels.score_pages(case.q, case.page_stats, case.page_table[:, :0], case.seq_lens, memory[..., :0], **options)
+    assert memory.isnan().all()

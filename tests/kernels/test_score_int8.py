@@ -30,7 +30,7 @@ def ours(case, scales, **options):
     return score(case, WithScales(scales), **options)
 
 
-def judge(case, scales, **options):
+def assert_scores_agree(case, scales, **options):
     """Scores of the codes against fp64 over the dequantised statistics, as far off at most as PyTorch over these is."""
     plain = dequantised(case, scales)
     exact = score(plain, reference, dtype=torch.float64, **options)
@@ -64,7 +64,7 @@ def test_agrees_with_the_reference_over_the_dequantised_statistics(case):
     lengths = (11 * page_size, 0, 1, 5 * page_size + page_size // 2 + 1, 20 * page_size)
     shape = {"heads_kv": heads_kv, "group": group, "dim": dim, "page_size": page_size}
     inputs, scales = int8_case(lengths, kind=kind, parts=parts, dtype=dtype, **shape)
-    judge(inputs, scales, reduce=reduce, box=box)
+    assert_scores_agree(inputs, scales, reduce=reduce, box=box)
 
 
 @pytest.mark.parametrize("kind, parts", [("minmax", 2), ("means", 1), ("means", 4), ("meanvar", 2)])
@@ -73,7 +73,7 @@ def test_every_vector_has_its_own_scale(kind, parts):
     case, scales = int8_case((16 * 20, 16 * 7 + 3), kind=kind, parts=parts)
     grown = 2.0 ** torch.arange(scales.numel()).remainder(13).view(scales.shape)
     scales.mul_(grown)
-    judge(case, scales)
+    assert_scores_agree(case, scales)
 
 
 @pytest.mark.parametrize("kind", ["minmax", "means", "meanvar"])
@@ -96,7 +96,7 @@ def test_a_bound_is_never_below_the_score_of_a_key(dtype):
 def test_box_scale_may_differ_by_head():
     case, scales = int8_case((100, 7), kind="minmax", dtype=BF16)
     box = torch.tensor([0.25, math.nan, 1.0])[::2]
-    by_tensor = judge(case, scales, box=box)
+    by_tensor = assert_scores_agree(case, scales, box=box)
     assert_same_bits(by_tensor[:, 0], ours(case, scales, box=0.25)[:, 0])
 
 
@@ -116,13 +116,13 @@ def test_page_with_a_scale_that_is_not_finite_is_unbounded(kind, reduce, value):
     assert torch.isfinite(dirty[0, 0, [0, 1, 2, 4, 5, 7]]).all()
     assert_same_bits(dirty[1], clean[1], "the other row")
     if reduce != "mix":
-        judge(case, scales, reduce=reduce)
+        assert_scores_agree(case, scales, reduce=reduce)
 
 
 def test_empty_sub_pages_do_not_count():
     """A page of three keys fills two of its sub-pages of two slots: the codes of the others change nothing."""
     case, scales = int8_case((12 * 3 + 3, 2), kind="means", parts=8, page_size=12)
-    clean = judge(case, scales)
+    clean = assert_scores_agree(case, scales)
     last = int(case.page_table[0, 3])
     case.page_stats[last, :, 2:] = 99
     scales[last, :, 2:] = 1e30
@@ -143,7 +143,7 @@ def test_products_of_16_bits(kind, box, monkeypatch):
     """As on a GPU, codes in q's type and coefficients in two numbers, which the interpreter otherwise replaces by fp32."""
     monkeypatch.setattr("tsattn.kernels.score.needs_f32_dot", lambda *dtypes: False)
     for group in (3, 20):
-        judge(*int8_case((16 * 9, 40), heads_kv=1, group=group, dim=80, kind=kind, dtype=FP16), box=box)
+        assert_scores_agree(*int8_case((16 * 9, 40), heads_kv=1, group=group, dim=80, kind=kind, dtype=FP16), box=box)
 
 
 def test_strides_of_codes_and_scales_do_not_show():
