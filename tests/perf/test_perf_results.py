@@ -6,10 +6,11 @@ import sys
 import pytest
 import torch
 
-from perf import check_plans, cpu_path, gpu, model, plots, suite, targets, timing
+from perf import check_plans, cpu_path, cpu_products, gpu, model, plots, suite, targets, timing
 from perf.bench_decode import BENCH, PLANS
 from perf.workloads import choose
 from tsattn.demo.report import machine
+from tsattn.testing import assert_close
 
 RESULTS = timing.ROOT / "perf" / "results"
 H200 = RESULTS / "model" / "h200.json"
@@ -173,3 +174,13 @@ def test_the_sections_of_a_gpu_run_hold_every_goal():
     assert ("select", "llama-3.1-8b-128k-b1-t2048-s16-minmax") in named
     contexts = {w.context for _, w in work["break-even"][2]}
     assert min(contexts) < 9 * 1024 < max(contexts)
+
+
+def test_ways_that_are_compared_give_the_same_numbers(monkeypatch):
+    monkeypatch.setattr(cpu_products, "PAGES", 40)
+    terms = cpu_products.PARTS * cpu_products.DIM
+    for what, tensors, ways in cpu_products._pairs():
+        results = [way(tensors[0]) for way in ways.values()]
+        first, *others = (torch.stack(r) if isinstance(r, list) else r for r in results)
+        for other in others:
+            assert_close(other, first.double(), magnitude=2.0 * terms, what=what)
