@@ -42,7 +42,7 @@ def _pairs() -> Iterator[tuple[str, list[Tensor], dict[str, Way]]]:
         pages,
         {
             "many rows, few columns": lambda s: torch.bmm(s.flatten(2), columns),
-            "few rows, many columns": lambda s: torch.bmm(queries, s.flatten(2).transpose(1, 2)),
+            "few rows, many columns": lambda s: torch.bmm(queries, s.flatten(2).transpose(1, 2)).transpose(1, 2),
             "many rows, few columns, columns copied": lambda s: torch.bmm(s.flatten(2), columns.contiguous()),
         },
     )
