@@ -61,7 +61,7 @@ def _pairs() -> Iterator[tuple[str, list[Tensor], dict[str, Way]]]:
         "largest of a group's scores",
         scores,
         {
-            "max_pool1d": lambda x: max_pool1d(x.view(1, HEADS, -1), GROUP),
+            "max_pool1d": lambda x: max_pool1d(x.view(1, HEADS, -1), GROUP)[0],
             "amax": lambda x: x.amax(dim=-1),
         },
     )
