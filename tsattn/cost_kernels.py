@@ -99,15 +99,15 @@ def score(
 def _score_row(layer: Layer, length: int, cells: int, tile: int, reduce: str, boxes: bool, plan: str) -> Cost:
     used = layer.pages(length)
     active, programs = cdiv(used, tile), cdiv(cells, tile)
-    if plan in ("two", "ticket"):
-        active = max(active, 1)  # of an empty row, too: somebody must write its empty lists
+    # Of an empty row one, too, if somebody must write its empty lists: it reads no queries.
+    scoring = max(active, 1) if plan in ("two", "ticket") else active
     scores = cells if plan == "separate" else used
     reads = {
         "seq_lens": (1 if plan == "row" else programs) * I32,
         "page_table": used * I32,
         **layer.statistics(used),
         "q": active * layer.group * layer.head_dim * layer.q_size,
-        "box_scale": active * F32 if boxes else 0,
+        "box_scale": scoring * F32 if boxes else 0,
     }
     writes = {
         "per_head" if reduce in WHOLE_ROWS else "scores": (layer.group if reduce in (*WHOLE_ROWS, "none") else 1) * scores * F32

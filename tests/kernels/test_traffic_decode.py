@@ -276,16 +276,7 @@ def test_an_empty_row_has_no_scores(plan):
     assert t.scratch.get("scores", Count()).stored == 0 and t["page_table"].loaded == 0
 
 
-@pytest.mark.parametrize(
-    "plan",
-    [
-        pytest.param(
-            plan, marks=pytest.mark.xfail(strict=True, reason="the program that writes an empty row's list reads its queries")
-        )
-        for plan in ("two", "ticket")
-    ]
-    + ["row"],
-)
+@pytest.mark.parametrize("plan", FUSED)
 def test_an_empty_row_reads_its_queries_for_attention_only(plan):
     t = a_step_of_empty_rows(plan)
     assert t["q"].loaded == t["q"].unique_read

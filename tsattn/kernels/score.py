@@ -102,9 +102,9 @@ class ScoreShape(NamedTuple):
 
 
 @triton.jit
-def _queries(q_head, heads, channel, c, WIDTH: tl.constexpr):
-    """Query heads [channels, heads] repeated for every vector in a row of the tile; zero where padded."""
-    mask = (channel < WIDTH)[:, None] & (heads < c.G)[None, :]
+def _queries(q_head, heads, channel, count, c, WIDTH: tl.constexpr):
+    """The first `count` query heads [channels, heads], repeated for every vector in a row of the tile; zero where padded."""
+    mask = (channel < WIDTH)[:, None] & (heads < count)[None, :]
     return tl.load(q_head + heads[None, :].to(tl.int64) * c.STRIDE_QH + (channel % c.D)[:, None], mask=mask, other=0)
 
 
@@ -175,7 +175,8 @@ def score_tile(t, c, g, row, head, first, num_used, length):
     # Queries first: they arrive while the table and then the statistics are still awaited.
     q_head = t.q + row * t.stride_qr + head * c.G * c.STRIDE_QH
     heads = tl.arange(0, c.BLOCK_G)
-    raw = _queries(q_head, heads, channel, c, WIDTH)
+    count = tl.where(first < num_used, c.G, 0)  # a tile without pages reads none
+    raw = _queries(q_head, heads, channel, count, c, WIDTH)
     a = _coefficients(raw, channel, box, t, c, 0)
     if c.SETS == 2:
         b = _coefficients(raw, channel, box, t, c, 1)
@@ -226,7 +227,7 @@ def score_tile(t, c, g, row, head, first, num_used, length):
             total += tl.sum(tl.where(infinite | (heads >= c.G)[None, :], 0.0, product), axis=1)
         if CHUNKS > 1:
             heads += c.BLOCK_G
-            raw = _queries(q_head, heads, channel, c, WIDTH)
+            raw = _queries(q_head, heads, channel, count, c, WIDTH)
             a = _coefficients(raw, channel, box, t, c, 0)
             if c.SETS == 2:
                 b = _coefficients(raw, channel, box, t, c, 1)
