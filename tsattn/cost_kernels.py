@@ -112,7 +112,7 @@ def _score_row(layer: Layer, length: int, cells: int, tile: int, reduce: str, bo
     writes = {
         "per_head" if reduce in WHOLE_ROWS else "scores": (layer.group if reduce in (*WHOLE_ROWS, "none") else 1) * scores * F32
     }
-    arrivals = active + 1 if plan in ("two", "ticket") else 0  # and the last one resets the counter
+    arrivals = scoring + 1 if plan in ("two", "ticket") else 0  # and the last one resets the counter
     tickets = programs if plan == "ticket" else 0
     flops = 2 * layer.group * layer.vectors * layer.head_dim * used
     return Cost(reads, writes, flops, {"counters": (arrivals + tickets) * I32}) * layer.heads_kv
