@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from tsattn import SparseConfig
-from tsattn.demo import answers, haystack, measure, model, report
+from tsattn.demo import answers, measure, report
+from tsattn.evaluation import haystack, model, reading
 
 NEW_TOKENS = 8
 
@@ -43,7 +44,7 @@ def ask(loaded: Any, paragraphs: list[str], context: int, seed: int, budget: int
     """One prompt, answered densely and by every method."""
     began = time.perf_counter()
     prompt = haystack.pass_key_prompt(loaded.encode, paragraphs, context=context, seed=seed, bos=loaded.tokenizer.bos_token_id)
-    prefilled = answers.prefill(loaded.model, prompt.context, 1024)
+    prefilled = reading.prefill(loaded.model, prompt.context, 1024)
     given = [answers.answer_densely(loaded.model, prefilled, prompt, NEW_TOKENS, set())]
     for name, config in methods(budget).items():
         given.append(answers.answer_sparsely(loaded.model, prefilled, prompt, NEW_TOKENS, set(), name=name, config=config))

@@ -23,7 +23,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from tsattn import SparseConfig
-from tsattn.demo import answers, haystack, model, report
+from tsattn.demo import answers, report
+from tsattn.evaluation import haystack, model, reading
 from tsattn.integrations import hf
 
 NEW_TOKENS = 8
@@ -77,7 +78,7 @@ def log_probs(net: Any, cache: Any, tokens: list[int]) -> Tensor:
 def pass_key(loaded: Any, paragraphs: list[str], context: int, seed: int, budget: int) -> dict[str, Any]:
     """Right or wrong, by variant."""
     prompt = haystack.pass_key_prompt(loaded.encode, paragraphs, context=context, seed=seed, bos=loaded.tokenizer.bos_token_id)
-    prefilled = answers.prefill(loaded.model, prompt.context, 1024)
+    prefilled = reading.prefill(loaded.model, prompt.context, 1024)
     dense = answers.answer_densely(loaded.model, prefilled, prompt, NEW_TOKENS, set())
 
     def right(answer: answers.Answer) -> bool:
@@ -94,9 +95,9 @@ def essay(loaded: Any, paragraphs: list[str], context: int, seed: int, budget: i
     """KL of the continuation of an essay, by variant."""
     text = "\n\n".join(paragraphs[(97 * (seed + 1)) % len(paragraphs) :] + paragraphs)
     tokens = [loaded.tokenizer.bos_token_id, *loaded.encode(text)][: context + STEPS]
-    prefilled = answers.prefill(loaded.model, tokens[:context], 1024)
+    prefilled = reading.prefill(loaded.model, tokens[:context], 1024)
     told = tokens[context:]
-    dense = log_probs(loaded.model, answers.snapshot(prefilled), told)
+    dense = log_probs(loaded.model, reading.snapshot(prefilled), told)
     results = {}
     for name, config in tqdm(variants(budget, full_layers(prefilled)).items(), desc="Variants", unit="variant", leave=False):
         with hf.sparse(loaded.model, config) as handle:

@@ -49,8 +49,9 @@ ARROWS = {
     "integrations": {"__init__", "cache", "config", "decode", "library", "ops", "selection"},
     # The command that tunes launches the stages; tuning itself gets the launches as functions, so no kernel depends on it.
     "tune": {"kernels", "testing", "tuning"},
-    "demo": {"__init__", "cache", "config", "integrations", "library", "ops", "selection", "summaries"},
-    "__main__": {"__init__", "demo", "tune"},
+    "evaluation": {"__init__", "config", "integrations", "policies", "selection"},
+    "demo": {"__init__", "cache", "config", "evaluation", "integrations", "library", "ops", "selection", "summaries"},
+    "__main__": {"__init__", "demo", "evaluation", "tune"},
 }
 MAY_IMPORT_TRITON = {"kernels", "tuning", "testing"}  # testing: the ahead-of-time gate
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tsattn
-from tests.demo.tiny import save_tiny_model
+from tests.evaluation.tiny import save_tiny_model
 
 README = Path(__file__).resolve().parents[2] / "README.md"
 

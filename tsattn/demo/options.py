@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import os
 import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from tsattn import SparseConfig
+from tsattn.evaluation.options import DTYPES, check_model, check_writable, number, positive, whole
 
-INSTALL = '`make demo` installs it; by hand, in a clone of tsattn: `pip install ".[demo]"`'
-"""What to do when a package of the demo is missing."""
 _DEFAULTS = SparseConfig()
 _BUDGET = 256
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         )
     run = parser.add_argument_group("how it runs")
     run.add_argument("--device", default="auto", help="auto (a GPU if there is one), cpu, cuda, cuda:1, ...")
-    run.add_argument("--dtype", choices=("auto", *_DTYPES), default="auto", help="auto: bfloat16 on a GPU, float32 on a CPU")
+    run.add_argument("--dtype", choices=("auto", *DTYPES), default="auto", help="auto: bfloat16 on a GPU, float32 on a CPU")
     run.add_argument("--threads", type=positive, metavar="N", help="CPU threads (torch's default)")
     run.add_argument("--prefill-chunk", type=positive, default=1024, metavar="TOKENS", help="(%(default)s)")
     run.add_argument("--model", type=Path, metavar="DIR", help="a local Transformers model instead of Gemma 3 270M")
@@ -86,7 +81,7 @@ def settle(args: argparse.Namespace) -> None:
         check_model(args.model)
     for option in ("out", "cache_dir"):
         if getattr(args, option) is not None:
-            _check_writable(_flag(option), getattr(args, option))
+            check_writable(_flag(option), getattr(args, option))
 
 
 def sparse_configs(args: argparse.Namespace) -> dict[str, SparseConfig]:
@@ -129,67 +124,10 @@ def notes(configs: dict[str, SparseConfig], context: int) -> list[str]:
     return found
 
 
-def device_and_dtype(args: argparse.Namespace) -> tuple[torch.device, torch.dtype]:
-    """Where the model runs, and in what."""
-    gpu = torch.cuda.is_available()
-    name = ("cuda" if gpu else "cpu") if args.device == "auto" else args.device
-    try:
-        device = torch.device(name)
-        if device.type == "cuda" and not gpu:
-            raise ValueError(f"--device {name}: torch sees no GPU")
-        torch.zeros(1, device=device).item()
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"--device {name}: {str(error).splitlines()[0]}") from error
-    if args.dtype == "auto":
-        return device, torch.bfloat16 if device.type == "cuda" else torch.float32
-    return device, _DTYPES[args.dtype]
-
-
-def check_model(folder: Path) -> None:
-    """Refuse what is no directory with a Transformers model."""
-    if not folder.is_dir():
-        raise FileNotFoundError(f"--model {folder} is not a directory")
-    if not (folder / "config.json").is_file():
-        raise FileNotFoundError(f"--model {folder} holds no Transformers model: there is no config.json in it")
-
-
 def plain(args: argparse.Namespace) -> dict[str, Any]:
     """The options for the result file."""
     return {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items() if name != "command"}
 
 
-def positive(text: str) -> int:
-    """A whole number above 0."""
-    value = whole(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
-
-
-def whole(text: str) -> int:
-    """A whole number."""
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r}") from None
-
-
-def number(text: str) -> float:
-    """A number."""
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be a number, got {text!r}") from None
-
-
 def _flag(option: str) -> str:
     return f"--{option.replace('_', '-')}"
-
-
-def _check_writable(option: str, folder: Path) -> None:
-    """Refuse a directory that can't be made or written to; nothing is made yet."""
-    existing = next(place for place in (folder, *folder.absolute().parents) if place.exists())
-    if not existing.is_dir():
-        raise ValueError(f"{option} {folder}: {existing} is not a directory")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise ValueError(f"{option} {folder}: {existing} can't be written to")

