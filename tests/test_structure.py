@@ -46,6 +46,7 @@ ARROWS = {
     "cache": {"cache_decode", "checks", "config", "dispatch", "ops", "pages", "pool", "quantisation", "selection", "summaries"},
     "__init__": {"attention", "cache", "config", "decode", "dispatch", "flash", "ops", "reuse", "selection", "workspace"},
     "testing": {"kernels", "quantisation", "reference", "selection", "summaries", "tuning"},
+    "policies": {"__init__", "config", "selection"},
     "integrations": {"__init__", "cache", "config", "decode", "library", "ops", "selection"},
     # The command that tunes launches the stages; tuning itself gets the launches as functions, so no kernel depends on it.
     "tune": {"kernels", "testing", "tuning"},

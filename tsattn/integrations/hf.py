@@ -42,12 +42,13 @@ from tsattn import SparseConfig
 from tsattn.integrations.hf_attention import tsattn_attention
 from tsattn.integrations.hf_build import build_cache
 from tsattn.integrations.hf_cache import SparseCache
+from tsattn.integrations.hf_settings import attention_of
 from tsattn.integrations.hf_stats import DecodeTrace, Recorder
 
 NAME = "tsattn"
 """The attention implementation's name in Transformers."""
 
-__all__ = ["NAME", "DecodeTrace", "Handle", "SparseCache", "cache_argument", "make_cache", "register", "sparse"]
+__all__ = ["NAME", "DecodeTrace", "Handle", "SparseCache", "attention_of", "cache_argument", "make_cache", "register", "sparse"]
 
 
 def register() -> None:
@@ -173,24 +174,19 @@ def sparse(model: PreTrainedModel, sparse_config: SparseConfig, *, trace: bool =
     register()
     handle = Handle(sparse_config, trace)
     build_cache(model.config, sparse_config, Recorder(), None, None)
-    saved = _attention_settings(model)
     hook, override = None, model.__dict__.get(_PREPARE)
     _ACTIVE.add(model)
     try:
-        _set_attention(model)
-        hook = model.register_forward_pre_hook(_CacheForForward(model, handle), with_kwargs=True)
-        model._prepare_cache_for_generation = _CacheForGenerate(model, handle)
-        yield handle
+        with attention_of(model, NAME):
+            hook = model.register_forward_pre_hook(_CacheForForward(model, handle), with_kwargs=True)
+            model._prepare_cache_for_generation = _CacheForGenerate(model, handle)
+            yield handle
     finally:
         model.__dict__.pop(_PREPARE, None)
         if override is not None:
             model.__dict__[_PREPARE] = override
         if hook is not None:
             hook.remove()
-        for config, settings in saved:
-            config.__dict__.update(settings)
-            if "_attn_was_changed" not in settings:
-                config.__dict__.pop("_attn_was_changed", None)
         _ACTIVE.discard(model)
 
 
@@ -263,34 +259,3 @@ def _refuse_model(model: PreTrainedModel) -> None:
         raise ValueError(f"{type(model).__name__} is an encoder-decoder model; tsattn serves decoder-only models")
     if getattr(model.config, "output_attentions", False):
         raise ValueError("tsattn gives no attention weights: set `model.config.output_attentions = False`")
-
-
-def _configs_of(model: PreTrainedModel) -> list[Any]:
-    """Every configuration object that the model and its parts use, once each."""
-    found: dict[int, Any] = {}
-    queue = [part.config for part in model.modules() if isinstance(part, PreTrainedModel)]
-    while queue:
-        config = queue.pop()
-        if id(config) not in found:
-            found[id(config)] = config
-            queue += [sub for name in config.sub_configs if (sub := getattr(config, name, None)) is not None]
-    return list(found.values())
-
-
-_SETTINGS = ("_attn_implementation_internal", "_attn_was_changed")
-
-
-def _attention_settings(model: PreTrainedModel) -> list[tuple[Any, dict[str, Any]]]:
-    return [
-        (config, {name: config.__dict__[name] for name in _SETTINGS if name in config.__dict__})
-        for config in _configs_of(model)
-    ]
-
-
-def _set_attention(model: PreTrainedModel) -> None:
-    """Switch the decoder's text part; a vision tower keeps its own attention."""
-    text = model.config.get_text_config(decoder=True)
-    keys = [key for key in model.config.sub_configs if getattr(model.config, key, None) is text]
-    model.set_attn_implementation({keys[0]: NAME} if keys else NAME)
-    if text._attn_implementation != NAME:
-        raise ValueError(f"{type(model).__name__} doesn't let its attention implementation be chosen, so tsattn can't serve it")

@@ -1,0 +1,127 @@
+"""A chunk in one pass equals decoding token by token, and what it says about bytes and mass is counted."""
+
+import pytest
+import torch
+
+from tests.integrations.models import CACHE, build, prompts
+from tsattn import SparseConfig
+from tsattn.evaluation.chunk import score_chunk
+from tsattn.evaluation.reading import prefill, snapshot
+from tsattn.integrations import hf
+from tsattn.policies import POLICIES, QueryAware
+from tsattn.testing import assert_close
+
+CONTEXT, CHUNK = 150, 13
+SMALL = {"page_size": 4, "token_budget": 32, "recent_pages": 2}
+CONFIGS = {
+    "means": SparseConfig(**SMALL),
+    "one mean": SparseConfig(parts=1, **SMALL),
+    "minmax": SparseConfig(kind="minmax", **SMALL),
+    "meanvar": SparseConfig(kind="meanvar", **SMALL),
+    "int8": SparseConfig(stats_dtype=torch.int8, **SMALL),
+    "mix": SparseConfig(group_reduce="mix", **SMALL),
+    "softmax": SparseConfig(group_reduce="softmax", **SMALL),
+    "per query head": SparseConfig.paper(page_size=4, token_budget=32),
+    "covering": SparseConfig(page_size=4, token_budget=256),
+    "short rows": SparseConfig(min_seq_len=CONTEXT + 6, **SMALL),
+}
+
+
+def read(name):
+    """A model, its context read, and the tokens that follow."""
+    model = build(name)
+    ids, _ = prompts([CONTEXT + CHUNK])
+    tokens = ids[0].tolist()
+    return model, prefill(model, tokens[:CONTEXT], 64), tokens[CONTEXT:]
+
+
+@torch.inference_mode()
+def one_by_one(model, cache, tokens):
+    """Log probabilities of decoding one token at a time."""
+    logits = [model(input_ids=torch.tensor([[token]]), **{CACHE: cache}).logits[0, -1] for token in tokens]
+    return torch.log_softmax(torch.stack(logits), -1)
+
+
+PAIRS = [("gemma3", which) for which in CONFIGS] + [
+    (name, which) for name in ("gemma2", "gpt_oss", "qwen3", "gpt2") for which in ("means", "mix")
+]
+
+
+@pytest.mark.parametrize(("name", "which"), PAIRS)
+def test_a_chunk_equals_decoding_token_by_token(name, which):
+    config = CONFIGS[which]
+    model, prefilled, tokens = read(name)
+    dense = one_by_one(model, snapshot(prefilled), tokens)
+    rounding = score_chunk(model, prefilled, tokens, None).log_probs - dense
+    cache = hf.make_cache(model.config, config, from_cache=prefilled)
+    with hf.sparse(model, config, trace=True) as handle:
+        expected = one_by_one(model, cache, tokens)
+    policy = Watched(config)
+    chunk = score_chunk(model, prefilled, tokens, policy)
+    assert_close(chunk.log_probs, expected.double(), expected + rounding)
+    stats = handle.stats()["per_layer"]
+    assert list(chunk.layers) == list(stats)
+    for layer, counts in stats.items():
+        lists = [trace.selection.page_ids[0] for trace in handle.traces if trace.layer == layer]
+        assert [read_pages(row) for row in policy.lists[layer]] == [read_pages(row) for row in lists]
+        assert chunk.layers[layer].kv_bytes / chunk.layers[layer].dense_bytes == pytest.approx(counts["kv_share"])
+
+
+def read_pages(lists):
+    """Lists [H, K] without what is behind their ends."""
+    return [[page for page in pages if page >= 0] for pages in lists.tolist()]
+
+
+class Watched(QueryAware):
+    """Remembers what it chose."""
+
+    def begin(self):
+        super().begin()
+        self.__dict__["lists"] = {}
+
+    def attend(self, step):
+        attended = super().attend(step)
+        self.lists[step.layer] = attended.selection.page_ids
+        return attended
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_covering_budget_is_dense_attention_for_every_policy(policy):
+    model, prefilled, tokens = read("gemma3")
+    dense = score_chunk(model, prefilled, tokens, None).log_probs
+    exact = one_by_one(model, snapshot(prefilled), tokens)
+    chunk = score_chunk(model, prefilled, tokens, POLICIES[policy](SparseConfig(page_size=4, token_budget=512)))
+    assert_close(chunk.log_probs, exact.double(), dense)
+    assert chunk.mass == pytest.approx(1.0)
+    assert chunk.bytes_share == 1.0
+
+
+def test_the_prefill_stays_as_it_is():
+    model, prefilled, tokens = read("gemma3")
+    before = [layer.keys.clone() for layer in prefilled.layers]
+    for policy in (None, QueryAware(CONFIGS["means"])):
+        score_chunk(model, prefilled, tokens, policy)
+    assert all(torch.equal(layer.keys, keys) for layer, keys in zip(prefilled.layers, before, strict=True))
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_bytes_are_counted():
+    model, prefilled, tokens = read("llama")
+    config = SparseConfig(page_size=4, token_budget=32, recent_pages=2, parts=2)
+    layer = score_chunk(model, prefilled, tokens[:2], QueryAware(config)).layers[0]
+    heads, dim, element = 2, 16, 2
+    lengths = [CONTEXT + 1, CONTEXT + 2]  # 38 pages; the last one holds 3 and 4 tokens
+    assert layer.dense_bytes == sum(lengths) / 2 * heads * 2 * dim * element
+    assert layer.kv_bytes == (31 + 32) / 2 * heads * 2 * dim * element
+    assert layer.statistics_bytes == 38 * heads * 2 * dim * element
+    int8 = SparseConfig(page_size=4, token_budget=32, recent_pages=2, parts=2, stats_dtype=torch.int8)
+    layer = score_chunk(model, prefilled, tokens[:2], QueryAware(int8)).layers[0]
+    assert layer.statistics_bytes == 38 * heads * 2 * (dim + 4)
+
+
+def test_oracles_cover_more_mass_than_any_other_choice_of_as_many_pages():
+    model, prefilled, tokens = read("llama")
+    config = SparseConfig(page_size=4, token_budget=32, recent_pages=1, sink_pages=0)
+    masses = {name: score_chunk(model, prefilled, tokens, make(config)).layers[0].mass for name, make in POLICIES.items()}
+    assert max(masses, key=masses.get) == "oracle-mass"  # layer 0: all policies are asked the same queries
+    assert masses["random"] < min(masses["tsattn"], masses["oracle-max"])

@@ -1,0 +1,140 @@
+"""What a policy is asked, and what it answers: one step of one full-attention layer, a page list for every query."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import tsattn
+from tsattn import PageSelection, SparseConfig
+
+
+@dataclass(frozen=True)
+class Pages:
+    """A layer's keys and values as pages: k_cache and v_cache [P, S, HKV, D], page_table [R, P]."""
+
+    k_cache: Tensor
+    v_cache: Tensor
+    page_table: Tensor
+
+
+@dataclass(frozen=True)
+class Step:
+    """Queries of one layer, each with what it may see.
+
+    Attributes
+    ----------
+    layer : int
+        Index in the model.
+    q : Tensor
+        [R, HQ, D], after RoPE.
+    keys, values : Tensor
+        [HKV, L, D]; row r sees the first ``seq_lens[r]`` tokens.
+    seq_lens : Tensor
+        [R] int32.
+    options : dict
+        softmax_scale, softcap and sinks of :func:`tsattn.attend_pages`.
+    """
+
+    layer: int
+    q: Tensor
+    keys: Tensor
+    values: Tensor
+    seq_lens: Tensor
+    options: dict[str, Any]
+
+    def pages(self, page_size: int) -> Pages:
+        """The keys and values cut into pages; the table is one row seen R times."""
+        pools = (as_pages(states, page_size) for states in (self.keys, self.values))
+        k_cache, v_cache = pools
+        table = torch.arange(k_cache.shape[0], dtype=torch.int32, device=self.q.device)
+        return Pages(k_cache, v_cache, table.expand(self.q.shape[0], -1))
+
+    def logits(self) -> Tensor:
+        """Scaled logits of dense attention [R, HQ, L], uncapped, -inf for what a row may not see."""
+        heads_kv, length, dim = self.keys.shape
+        grouped = self.q.float().reshape(self.q.shape[0], heads_kv, -1, dim).transpose(0, 1)  # [HKV, R, G, D]
+        logits = grouped.flatten(1, 2) @ self.keys.float().transpose(1, 2) * self.options["softmax_scale"]
+        by_row: Tensor = logits.view(heads_kv, self.q.shape[0], -1, length).transpose(0, 1).flatten(1, 2)
+        hidden = torch.arange(length, device=self.q.device) >= self.seq_lens[:, None]
+        return by_row.masked_fill_(hidden[:, None], -torch.inf)
+
+
+@dataclass(frozen=True)
+class Attended:
+    """What a policy read and made of it.
+
+    Attributes
+    ----------
+    out : Tensor
+        [R, HQ, D].
+    selection : PageSelection or None
+        None: everything was read.
+    page_size : int
+        Of the selection.
+    statistics_bytes : float
+        Read to choose the pages, all rows together, as of a 16-bit cache.
+    """
+
+    out: Tensor
+    selection: PageSelection | None
+    page_size: int
+    statistics_bytes: float
+
+
+class Policy(Protocol):
+    """Which pages each query of a step reads."""
+
+    @property
+    def config(self) -> SparseConfig:
+        """Page size, budget and forced pages."""
+        ...
+
+    def begin(self) -> None:
+        """A new chunk begins; what was remembered of another goes."""
+        ...
+
+    def attend(self, step: Step) -> Attended:
+        """Choose pages and attend to them."""
+        ...
+
+
+def as_pages(states: Tensor, page_size: int) -> Tensor:
+    """[HKV, L, D] as [P, S, HKV, D], zeros behind the last token."""
+    heads_kv, length, dim = states.shape
+    padded = F.pad(states, (0, 0, 0, -length % page_size))
+    return padded.view(heads_kv, -1, page_size, dim).permute(1, 2, 0, 3)
+
+
+@dataclass(frozen=True)
+class ScoredPages:
+    """A policy that scores pages its own way: ``scores(step, config) -> [R, H, P]`` fp32, H = HKV, or HQ for lists per head.
+
+    Nothing is counted as read for the scores: such policies are yardsticks, not methods.
+    """
+
+    config: SparseConfig
+    scores: Callable[[Step, SparseConfig], Tensor]
+
+    def begin(self) -> None:
+        """Nothing is remembered."""
+
+    def attend(self, step: Step) -> Attended:
+        """Select by the scores, within budget and forced pages of the configuration."""
+        pages, config = step.pages(self.config.page_size), self.config
+        selection = tsattn.select_pages(
+            self.scores(step, config),
+            step.seq_lens,
+            page_size=config.page_size,
+            budget=config.token_budget,
+            sink_pages=config.sink_pages,
+            recent_pages=config.recent_pages,
+        )
+        caches = pages.k_cache, pages.v_cache, pages.page_table
+        out = tsattn.attend_pages(step.q, *caches, step.seq_lens, selection, **step.options)
+        return Attended(out, selection, config.page_size, 0.0)  # type: ignore[arg-type]

@@ -1,0 +1,87 @@
+"""Query-aware page selection: what this library does, for any SparseConfig (Quest, arXiv 2406.10774, with config.paper())."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import tsattn
+from tsattn import PageSelection, SparseConfig
+from tsattn.policies.base import Attended, Pages, Step
+
+ELEMENT = {None: 2.0, torch.int8: 1.0, torch.float32: 4.0, torch.float16: 2.0, torch.bfloat16: 2.0}
+"""Bytes of a statistic by ``stats_dtype``; None is the dtype of a 16-bit cache."""
+
+
+@dataclass(frozen=True)
+class QueryAware:
+    """:func:`tsattn.sparse_decode` with one configuration.
+
+    Rows are those of decoding token by token: the page of a row's newest token is summarised as far as that row sees it.
+    """
+
+    config: SparseConfig
+    chosen: dict[int, PageSelection] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.config.reselect_every > 1:
+            raise ValueError("reselect_every goes by steps, and the rows of a chunk know none: measure it by decoding")
+
+    def begin(self) -> None:
+        """Forget the selections that layers share."""
+        self.chosen.clear()
+
+    def attend(self, step: Step) -> Attended:
+        """Score, select and attend; dense layers read everything, followers what their leader chose."""
+        config, pages = self.config, step.pages(self.config.page_size)
+        caches = pages.k_cache, pages.v_cache, pages.page_table
+        if step.layer in config.dense_layers:
+            out = tsattn.dense_decode(step.q, *caches, step.seq_lens, **step.options)
+            return Attended(out, None, config.page_size, 0.0)  # type: ignore[arg-type]
+        leader = next((group[0] for group in config.shared_layers if step.layer in group[1:]), None)
+        if leader is not None:
+            selection = self.chosen[leader]
+            out = tsattn.attend_pages(step.q, *caches, step.seq_lens, selection, **step.options)
+            return Attended(out, selection, config.page_size, 0.0)  # type: ignore[arg-type]
+        found = self._sparse_step(step, pages)
+        self.chosen[step.layer] = found.selection
+        return Attended(found.out, found.selection, config.page_size, self._statistics_bytes(step))
+
+    def _sparse_step(self, step: Step, pages: Pages) -> Any:
+        config, size = self.config, self.config.page_size
+        own = _with_own_last_page(pages, step.seq_lens, size)
+        num_pages, heads_kv, dim = own.k_cache.shape[0], own.k_cache.shape[2], own.k_cache.shape[3]
+        every = torch.arange(num_pages, dtype=torch.int32, device=step.q.device)[:, None]
+        fills = torch.full((num_pages,), size, dtype=torch.int32, device=step.q.device)
+        fills[pages.k_cache.shape[0] :] = (step.seq_lens - 1) % size + 1
+        dtype = config.stats_dtype or step.keys.dtype
+        stats = torch.empty((num_pages, heads_kv, config.vectors, dim), dtype=dtype, device=step.q.device)
+        scale = torch.empty(stats.shape[:3], device=step.q.device) if dtype == torch.int8 else None
+        tsattn.rebuild_page_stats(own.k_cache, stats, every, fills, kind=config.kind, page_stats_scale=scale)
+        caches = own.k_cache, own.v_cache, stats, own.page_table
+        return tsattn.sparse_decode(
+            step.q, *caches, step.seq_lens, config=config, page_stats_scale=scale, return_selection=True, **step.options
+        )
+
+    def _statistics_bytes(self, step: Step) -> float:
+        """Of the rows that are scored: those that can't keep all their pages."""
+        config = self.config
+        pages = -(-step.seq_lens // config.page_size)
+        covered = (pages <= config.pages_kept) | (step.seq_lens < config.min_seq_len)
+        vector = step.keys.shape[2] * ELEMENT[config.stats_dtype] + (4 if config.stats_dtype == torch.int8 else 0)
+        return float(pages[~covered].sum()) * step.keys.shape[0] * config.vectors * vector
+
+
+def _with_own_last_page(pages: Pages, seq_lens: Tensor, page_size: int) -> Pages:
+    """The same pages with a copy of the last one for every row, so that rows can have statistics of their own for it."""
+    last = ((seq_lens - 1) // page_size).long()
+    num_pages, rows = pages.k_cache.shape[0], seq_lens.shape[0]
+    k_cache, v_cache = (
+        torch.cat((pool, pool[last])).transpose(0, 2).contiguous().transpose(0, 2) for pool in (pages.k_cache, pages.v_cache)
+    )
+    table = pages.page_table.clone()
+    table[torch.arange(rows, device=last.device), last] = torch.arange(num_pages, num_pages + rows, device=last.device).int()
+    return Pages(k_cache, v_cache, table)
