@@ -2,6 +2,7 @@
 
 from tsattn.attention import attend_pages, dense_decode, merge_states
 from tsattn.cache import PagedKVCache, PoolExhausted
+from tsattn.calibration import calibrate
 from tsattn.config import SparseConfig
 from tsattn.decode import sparse_decode
 from tsattn.dispatch import last_path, path_counts, reset_path_counts
@@ -22,6 +23,7 @@ __all__ = [
     "SparseConfig",
     "append_kv",
     "attend_pages",
+    "calibrate",
     "dense_decode",
     "last_path",
     "merge_states",

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import tsattn
 from tsattn import tune
 from tsattn.demo import cli as demo
+from tsattn.evaluation import cli as evaluation
 
-COMMANDS = {"demo": demo, "tune": tune}
+COMMANDS = {"demo": demo, "eval": evaluation, "tune": tune}
 """Name -> module with HELP, ``add_arguments(parser)`` and ``run(args) -> exit status``."""
 
 

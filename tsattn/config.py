@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, SupportsIndex
 
@@ -146,6 +146,27 @@ class SparseConfig:
         """
         base = cls(kind="minmax", box_scale=1.0, recent_pages=1, group_reduce="none")
         return replace(base, **overrides)
+
+    def as_dict(self) -> dict[str, Any]:
+        """All fields as JSON can hold them; ``stats_dtype`` by name."""
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        dtype = None if self.stats_dtype is None else str(self.stats_dtype).removeprefix("torch.")
+        return {**fields, "stats_dtype": dtype}
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> SparseConfig:
+        """The configuration that :meth:`as_dict` (or its JSON) stands for; fields that are missing have their defaults.
+
+        Raises
+        ------
+        ValueError, TypeError
+            For an unknown field or a wrong value, by name.
+        """
+        unknown = sorted(set(fields) - set(cls.__dataclass_fields__))
+        if unknown:
+            raise ValueError(f"SparseConfig has no fields {unknown}; there are {sorted(cls.__dataclass_fields__)}")
+        dtype = fields.get("stats_dtype")
+        return cls(**{**fields, "stats_dtype": getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype})
 
     @property
     def vectors(self) -> int:

@@ -106,14 +106,10 @@ def pass_key_prompt(
     room = context - len(head) - len(needle)
     if room < 2:
         raise ValueError(f"--context {context} has no room for the needle's {len(needle)} tokens and some text around it")
-    text: list[int] = []
-    for paragraph in _endless(paragraphs, start):
-        text += encode(paragraph + "\n\n")
-        if len(text) >= room:
-            break
+    text = running_text(encode, paragraphs, start, room)
     cut = round(depth * room)
     first = len(head) + cut
-    tokens = head + text[:cut] + needle + text[cut:room]
+    tokens = head + text[:cut] + needle + text[cut:]
     return Prompt(
         context=tokens,
         question=encode(question),
@@ -123,8 +119,8 @@ def pass_key_prompt(
     )
 
 
-def read_text(path: Path) -> str:
-    """The text of a file.
+def read_text(path: Path, option: str = "--prompt-file") -> str:
+    """The text of the file that an option names.
 
     Raises
     ------
@@ -137,9 +133,9 @@ def read_text(path: Path) -> str:
         reason = (
             error.strerror if isinstance(error, OSError) else f"it is not UTF-8 text ({error.reason} at byte {error.start})"
         )
-        raise ValueError(f"--prompt-file {path}: {reason}") from error
+        raise ValueError(f"{option} {path}: {reason}") from error
     if not text.strip():
-        raise ValueError(f"--prompt-file {path}: it is empty")
+        raise ValueError(f"{option} {path}: it is empty")
     return text
 
 
@@ -153,6 +149,16 @@ def file_prompt(encode: Encode, text: str, *, name: str, context: int, bos: int 
         needle=None,
         about={"text": name, "text_tokens": len(tokens), "question": question},
     )
+
+
+def running_text(encode: Encode, paragraphs: list[str], start: int, tokens: int) -> list[int]:
+    """Exactly ``tokens`` tokens of text from paragraph ``start`` on, around again from the first if it is too short."""
+    text: list[int] = []
+    for paragraph in _endless(paragraphs, start):
+        text += encode(paragraph + "\n\n")
+        if len(text) >= tokens:
+            break
+    return text[:tokens]
 
 
 def _endless(paragraphs: list[str], start: int) -> Iterator[str]:

@@ -13,12 +13,12 @@ from tsattn.integrations import hf
 
 
 @torch.inference_mode()
-def prefill(model: Any, tokens: list[int], chunk: int) -> DynamicCache:
+def prefill(model: Any, tokens: list[int], chunk: int, *, progress: bool = True) -> DynamicCache:
     """Read ``tokens`` densely in chunks, so that no mask of length x length is built."""
     cache = DynamicCache(config=model.config)
     name, decoder = hf.cache_argument(model), model.get_decoder()
     ids = torch.tensor([tokens], device=model.device)
-    with tqdm(total=len(tokens), desc="Reading the context", unit="token") as bar:
+    with tqdm(total=len(tokens), desc="Reading the context", unit="token", leave=False, disable=not progress) as bar:
         for start in range(0, len(tokens), chunk):
             part = ids[:, start : start + chunk]
             decoder(input_ids=part, use_cache=True, **{name: cache})

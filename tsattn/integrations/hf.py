@@ -2,7 +2,7 @@
 
 Three ways in, from the most to the least automatic::
 
-    from tsattn import SparseConfig
+    from tsattn.config import SparseConfig
     from tsattn.integrations import hf
 
     with hf.sparse(model, SparseConfig(token_budget=512)) as handle:
@@ -38,9 +38,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.cache_utils import DynamicCache
 from transformers.masking_utils import sdpa_mask
 
-from tsattn import SparseConfig
+from tsattn.config import SparseConfig
 from tsattn.integrations.hf_attention import tsattn_attention
-from tsattn.integrations.hf_build import build_cache
+from tsattn.integrations.hf_build import build_cache, full_attention_layers
 from tsattn.integrations.hf_cache import SparseCache
 from tsattn.integrations.hf_settings import attention_of
 from tsattn.integrations.hf_stats import DecodeTrace, Recorder
@@ -48,7 +48,18 @@ from tsattn.integrations.hf_stats import DecodeTrace, Recorder
 NAME = "tsattn"
 """The attention implementation's name in Transformers."""
 
-__all__ = ["NAME", "DecodeTrace", "Handle", "SparseCache", "attention_of", "cache_argument", "make_cache", "register", "sparse"]
+__all__ = [
+    "NAME",
+    "DecodeTrace",
+    "Handle",
+    "SparseCache",
+    "attention_of",
+    "cache_argument",
+    "full_attention_layers",
+    "make_cache",
+    "register",
+    "sparse",
+]
 
 
 def register() -> None:
@@ -155,7 +166,7 @@ def sparse(model: PreTrainedModel, sparse_config: SparseConfig, *, trace: bool =
     Examples
     --------
     >>> import torch, transformers
-    >>> from tsattn import SparseConfig
+    >>> from tsattn.config import SparseConfig
     >>> from tsattn.integrations import hf
     >>> sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     >>> model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=64, **sizes)).eval()

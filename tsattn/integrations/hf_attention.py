@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-import tsattn
-from tsattn import PageSelection
+from tsattn.attention import attend_pages, dense_decode
+from tsattn.dispatch import last_path
 from tsattn.integrations.hf_cache import PagedLayer
 from tsattn.integrations.hf_dense import dense_attention
 from tsattn.integrations.hf_pending import PendingTensor
+from tsattn.selection import PageSelection
 
 
 def tsattn_attention(
@@ -76,11 +77,11 @@ def _decode(layer: PagedLayer, query: Tensor, scale: float, softcap: float, sink
     selection: PageSelection | None = None
     scored = False
     if layer.layer_idx in config.dense_layers:
-        out = tsattn.dense_decode(*caches, page_table, seq_lens, **options)  # type: ignore[assignment]
+        out = dense_decode(*caches, page_table, seq_lens, **options)  # type: ignore[assignment]
     elif layer.leader is not None:
         selection = layer.leader.state.selection
         assert selection is not None, "layers run in their order, and the first of a group comes first"
-        out = tsattn.attend_pages(*caches, page_table, seq_lens, selection, **options)  # type: ignore[assignment]
+        out = attend_pages(*caches, page_table, seq_lens, selection, **options)  # type: ignore[assignment]
     else:
         before = layer.state.scored
         out, selection = layer.state.sparse_decode(
@@ -101,7 +102,7 @@ def _decode(layer: PagedLayer, query: Tensor, scale: float, softcap: float, sink
         page_size=config.page_size,
         kv_heads=pool.k_cache.shape[2],
         scored=scored,
-        path=tsattn.last_path("attend") or "",
+        path=last_path("attend") or "",
         softmax_scale=scale,
         softcap=softcap,
     )

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from tsattn import SparseConfig
+from tsattn.config import SparseConfig
 from tsattn.integrations.hf_cache import PagedLayer, SparseCache
 from tsattn.integrations.hf_mask import MaskReader
 from tsattn.integrations.hf_stats import Recorder
@@ -21,7 +21,7 @@ def build_cache(
     """The work of :func:`tsattn.integrations.hf.make_cache`, with the recorder to report to."""
     cache = SparseCache(config=model_config)
     masks, cache.undo = MaskReader(), SlidingUndo()
-    paged = [index for index, layer in enumerate(cache.layers) if type(layer) is DynamicLayer]
+    paged = full_attention_layers(model_config)
     for index in paged:
         cache.layers[index] = PagedLayer(sparse_config, index, masks, recorder, cache.undo)
     if not paged:
@@ -44,6 +44,11 @@ def build_cache(
     if from_cache is not None:
         _adopt(cache, from_cache, attention_mask)
     return cache
+
+
+def full_attention_layers(model_config: Any) -> list[int]:
+    """Indices of the layers that attend to everything: those that pages can serve."""
+    return [index for index, layer in enumerate(DynamicCache(config=model_config).layers) if type(layer) is DynamicLayer]
 
 
 def _adopt(cache: SparseCache, source: Any, attention_mask: Tensor | None) -> None:

@@ -17,11 +17,13 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from tsattn import PagedKVCache, SelectionState, SparseConfig
+from tsattn.cache import PagedKVCache
+from tsattn.config import SparseConfig
 from tsattn.integrations.hf_mask import MaskReader, move_left
 from tsattn.integrations.hf_pending import PendingTensor
 from tsattn.integrations.hf_stats import Recorder
 from tsattn.integrations.hf_undo import SlidingUndo
+from tsattn.reuse import SelectionState
 
 _FIRST_SLACK = 256
 """Tokens of room per row in a layer's first pool, so that a short generation never grows it."""

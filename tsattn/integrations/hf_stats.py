@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tsattn import PageSelection
+from tsattn.selection import PageSelection
 
 _FLUSH_EVERY = 256
 """Selections kept on the device before they are added up."""

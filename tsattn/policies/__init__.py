@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tsattn import SparseConfig
+from tsattn.config import SparseConfig
 from tsattn.policies.base import Attended, Pages, Policy, ScoredPages, Step
 from tsattn.policies.oracle import oracle_mass, oracle_max
 from tsattn.policies.query_aware import QueryAware

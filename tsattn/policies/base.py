@@ -10,8 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import tsattn
-from tsattn import PageSelection, SparseConfig
+from tsattn.attention import attend_pages
+from tsattn.config import SparseConfig
+from tsattn.ops import select_pages
+from tsattn.selection import PageSelection
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,7 @@ class ScoredPages:
     def attend(self, step: Step) -> Attended:
         """Select by the scores, within budget and forced pages of the configuration."""
         pages, config = step.pages(self.config.page_size), self.config
-        selection = tsattn.select_pages(
+        selection = select_pages(
             self.scores(step, config),
             step.seq_lens,
             page_size=config.page_size,
@@ -136,5 +138,5 @@ class ScoredPages:
             recent_pages=config.recent_pages,
         )
         caches = pages.k_cache, pages.v_cache, pages.page_table
-        out = tsattn.attend_pages(step.q, *caches, step.seq_lens, selection, **step.options)
+        out = attend_pages(step.q, *caches, step.seq_lens, selection, **step.options)
         return Attended(out, selection, config.page_size, 0.0)  # type: ignore[arg-type]

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tsattn import SparseConfig
+from tsattn.config import SparseConfig
 from tsattn.policies.base import ScoredPages, Step
 
 

@@ -8,9 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import tsattn
-from tsattn import PageSelection, SparseConfig
+from tsattn.attention import attend_pages, dense_decode
+from tsattn.config import SparseConfig
+from tsattn.decode import sparse_decode
+from tsattn.ops import rebuild_page_stats
 from tsattn.policies.base import Attended, Pages, Step
+from tsattn.selection import PageSelection
 
 ELEMENT = {None: 2.0, torch.int8: 1.0, torch.float32: 4.0, torch.float16: 2.0, torch.bfloat16: 2.0}
 """Bytes of a statistic by ``stats_dtype``; None is the dtype of a 16-bit cache."""
@@ -39,12 +42,12 @@ class QueryAware:
         config, pages = self.config, step.pages(self.config.page_size)
         caches = pages.k_cache, pages.v_cache, pages.page_table
         if step.layer in config.dense_layers:
-            out = tsattn.dense_decode(step.q, *caches, step.seq_lens, **step.options)
+            out = dense_decode(step.q, *caches, step.seq_lens, **step.options)
             return Attended(out, None, config.page_size, 0.0)  # type: ignore[arg-type]
         leader = next((group[0] for group in config.shared_layers if step.layer in group[1:]), None)
         if leader is not None:
             selection = self.chosen[leader]
-            out = tsattn.attend_pages(step.q, *caches, step.seq_lens, selection, **step.options)
+            out = attend_pages(step.q, *caches, step.seq_lens, selection, **step.options)
             return Attended(out, selection, config.page_size, 0.0)  # type: ignore[arg-type]
         found = self._sparse_step(step, pages)
         self.chosen[step.layer] = found.selection
@@ -60,9 +63,9 @@ class QueryAware:
         dtype = config.stats_dtype or step.keys.dtype
         stats = torch.empty((num_pages, heads_kv, config.vectors, dim), dtype=dtype, device=step.q.device)
         scale = torch.empty(stats.shape[:3], device=step.q.device) if dtype == torch.int8 else None
-        tsattn.rebuild_page_stats(own.k_cache, stats, every, fills, kind=config.kind, page_stats_scale=scale)
+        rebuild_page_stats(own.k_cache, stats, every, fills, kind=config.kind, page_stats_scale=scale)
         caches = own.k_cache, own.v_cache, stats, own.page_table
-        return tsattn.sparse_decode(
+        return sparse_decode(
             step.q, *caches, step.seq_lens, config=config, page_stats_scale=scale, return_selection=True, **step.options
         )
 

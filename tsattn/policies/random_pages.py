@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tsattn import SparseConfig
+from tsattn.config import SparseConfig
 from tsattn.policies.base import ScoredPages, Step
 
 _SEED = 20

@@ -1,0 +1,98 @@
+"""calibrate: the cheapest configuration that holds on both halves of a text; files; what is refused."""
+
+import json
+
+import pytest
+import torch
+import transformers
+
+import tsattn
+from tsattn import SparseConfig
+from tsattn.evaluation import calibrate as inner
+from tsattn.evaluation.grid import read_rows
+
+pytest.importorskip("matplotlib")
+SIZES = {"contexts": [160], "pass_keys": 2, "continued": 8, "progress": False}
+CANDIDATES = [
+    SparseConfig(page_size=8, token_budget=512),  # everything
+    SparseConfig(page_size=8, token_budget=32, recent_pages=1),
+    SparseConfig(page_size=8, token_budget=96),
+    SparseConfig(page_size=8, token_budget=96, stats_dtype=torch.int8),
+]
+
+
+@pytest.fixture(scope="module")
+def loaded(tiny):
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny)
+    return model, tokenizer.encode("Some people work all day, others only in the morning. " * 20)
+
+
+def test_the_cheapest_that_holds_is_chosen(loaded, tmp_path):
+    model, tokens = loaded
+    config = tsattn.calibrate(model, tokens, candidates=CANDIDATES, max_kl=1e9, max_missed=99, out=tmp_path, **SIZES)
+    assert config == CANDIDATES[1]
+    assert SparseConfig.from_dict(json.loads((tmp_path / "config.json").read_text())) == config
+    rows = read_rows(tmp_path / "rows.jsonl")
+    halves = [{row["policy"] for row in rows if row["task"]["text"] == half} for half in ("first half", "second half")]
+    assert (len(halves[0]), len(halves[1])) == (5, 2)
+    assert "chosen" in (tmp_path / "report.md").read_text()
+    assert (tmp_path / "frontier.png").stat().st_size > 5000
+    again = tsattn.calibrate(model, tokens, candidates=CANDIDATES, max_kl=1e9, max_missed=99, out=tmp_path, **SIZES)
+    assert again == config
+    assert read_rows(tmp_path / "rows.jsonl") == rows
+
+
+def test_a_tight_tolerance_takes_what_reads_everything(loaded):
+    model, tokens = loaded
+    assert tsattn.calibrate(model, torch.tensor([tokens]), candidates=CANDIDATES, max_kl=1e-7, **SIZES) == CANDIDATES[0]
+
+
+def test_the_second_half_decides(loaded, monkeypatch):
+    model, tokens = loaded
+    holds = inner.Tolerance.holds
+
+    def refuses_on_the_second_half(self, rows):
+        small = any(row["config"] and row["config"]["token_budget"] == 32 for row in rows)
+        return holds(self, rows) and not (small and rows[0]["task"]["text"] == "second half")
+
+    monkeypatch.setattr(inner.Tolerance, "holds", refuses_on_the_second_half)
+    config = tsattn.calibrate(model, tokens, candidates=CANDIDATES, max_kl=1e9, max_missed=99, **SIZES)
+    assert config == CANDIDATES[3]  # the next cheapest
+
+
+def test_none_that_holds_names_the_nearest_and_keeps_the_rows(loaded, tmp_path):
+    model, tokens = loaded
+    with pytest.raises(ValueError, match=r"none of 3 candidates .* nearest is means 2.*, with KL"):
+        tsattn.calibrate(model, tokens, candidates=CANDIDATES[1:], max_kl=0.0, out=tmp_path, **SIZES)
+    assert len(read_rows(tmp_path / "rows.jsonl")) == 4 * 3
+    assert not (tmp_path / "config.json").exists()
+    assert (tmp_path / "report.md").exists()
+
+
+def test_default_candidates_are_different_and_dense_layers_come_where_there_are_many():
+    plain = inner.default_candidates([5, 11, 17])
+    assert len(set(plain)) == len(plain) == len({spec.label for spec in inner._specs(plain)})
+    many = inner.default_candidates(range(8))
+    assert {config.dense_layers for config in many} == {(), (0,)}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "options", "message"),
+    [
+        (list(range(50)), {}, "at least 336 tokens for contexts of 160, got 50"),
+        (torch.zeros(2, 400, dtype=torch.long), {}, r"token_ids must be integers \[L\] or \[1, L\]"),
+        (torch.zeros(400), {}, "token_ids must be integers"),
+        ([1] * 400, {"candidates": []}, "candidates: there are none"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(loaded, tokens, options, message):
+    with pytest.raises(ValueError, match=message):
+        tsattn.calibrate(loaded[0], tokens, **SIZES | options)
+
+
+def test_a_tokenizer_is_needed(loaded):
+    model = type(loaded[0])(loaded[0].config)
+    model.name_or_path = "/does/not/exist"
+    with pytest.raises(ValueError, match="tokenizer: none can be loaded from '/does/not/exist'"):
+        tsattn.calibrate(model, loaded[1], **SIZES)

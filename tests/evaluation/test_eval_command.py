@@ -1,0 +1,131 @@
+"""`python -m tsattn eval` on a tiny model: rows, tables, pictures; going on after an interruption; wrong options."""
+
+import json
+
+import pytest
+import torch
+
+from tsattn.__main__ import main
+from tsattn.config import SparseConfig
+from tsattn.evaluation import grid
+from tsattn.evaluation.report import answered, mean_of
+from tsattn.evaluation.specs import parse_spec
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("tqdm")
+GRID = ["--contexts", "200", "300", "--depths", "2", "--continued", "8", "--kinds", "standard", "short"]
+POLICIES = ["--policy", "ours=tsattn:page_size=8,budget=64", "--policy", "random:page_size=8,budget=64"]
+
+
+@pytest.fixture
+def command(tiny, essays, tmp_path):
+    """Runs the command with its results in a folder of the test; returns status and folder."""
+
+    def run(*argv):
+        return main(["eval", "--model", str(tiny), "--out", str(tmp_path / "out"), *argv]), tmp_path / "out"
+
+    return run
+
+
+def test_a_grid(command, capsys):
+    status, out = command(*GRID, *POLICIES)
+    assert status == 0
+    rows = grid.read_rows(out / "rows.jsonl")
+    labels = ["dense", "ours", "random:page_size=8,budget=64"]
+    assert [row["policy"] for row in rows] == labels * (2 * (1 + 2 * 2))
+    assert {name for row in rows for name in ("bytes_share", "mass") if name not in row} == set()
+    ours = [row for row in rows if row["policy"] == "ours"]
+    assert all(row["config"]["token_budget"] == 64 and row["statistics_bytes"] > 0 for row in ours)
+    assert all(0 < row["bytes_share"] < 1 and 0 < row["mass"] <= 1 for row in ours)
+    texts = [row for row in rows if row["task"]["task"] == "text"]
+    assert all((row["kl"] == 0.0) == (row["policy"] == "dense") for row in texts)
+    printed = capsys.readouterr().out
+    report = (out / "report.md").read_text()
+    assert report in printed
+    assert (
+        f"|ours|300|1|{mean_of([r for r in texts if r['policy'] == 'ours' and r['task']['context'] == 300], 'kl'):.4f}|"
+        in report
+    )
+    assert all((out / name).stat().st_size > 5000 for name in ("facts.png", "frontier.png"))
+
+
+def test_an_interrupted_run_goes_on(command, monkeypatch):
+    _, out = command(*GRID, *POLICIES)
+    path = out / "rows.jsonl"
+    whole = path.read_text()
+    lines = whole.splitlines(keepends=True)
+    path.write_text("".join(lines[:7]) + lines[7][:20])  # cut while a line was written
+    read = []
+    real = grid.prefill
+    monkeypatch.setattr(
+        grid, "prefill", lambda model, tokens, chunk, **kw: read.append(len(tokens)) or real(model, tokens, chunk, **kw)
+    )
+    assert command(*GRID, *POLICIES)[0] == 0
+    assert len(read) == 10 - 2  # two tasks were whole
+    redone = grid.read_rows(path)
+    assert sorted(map(str, redone)) == sorted(map(str, map(json.loads, lines)))
+
+
+def test_more_policies_need_no_second_measurement_of_the_others(command):
+    command(*GRID, *POLICIES[:2])
+    _, out = command(*GRID, *POLICIES)
+    rows = grid.read_rows(out / "rows.jsonl")
+    assert len(rows) == 10 * 3
+    assert len({grid.key_of(row["task"], row["policy"]) for row in rows}) == 30
+
+
+def test_a_question_that_the_prefill_saw(command):
+    _, out = command("--contexts", "200", "--tasks", "facts", "--depths", "1", "--seen", *POLICIES)
+    rows = grid.read_rows(out / "rows.jsonl")
+    assert all(row["task"]["seen"] for row in rows)
+
+
+def test_a_fact_and_a_text_of_ones_own(command, tmp_path):
+    text = tmp_path / "mine.txt"
+    text.write_text("One thing happens after another. \n\n" * 40)
+    own = ["--text-file", str(text), "--fact", "Zoe lives in Oslo.", "--question", " Zoe lives in", "--answer", "Oslo"]
+    status, out = command("--contexts", "300", "--tasks", "facts", "--depths", "2", *own, *POLICIES)
+    assert status == 0
+    rows = grid.read_rows(out / "rows.jsonl")
+    assert {(row["task"]["kind"], row["task"]["answer"], row["task"]["text"]) for row in rows} == {("own", "Oslo", "mine.txt")}
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--policy", "quest"], "no policy is called 'quest': there are tsattn"),
+        (["--policy", "tsattn:budge=3"], "'budge=3' is no FIELD=VALUE"),
+        (["--policy", "tsattn:budget=x"], "token_budget must be a number, got 'x'"),
+        (["--policy", "tsattn:kind=mean"], "SparseConfig.kind must be one of"),
+        (["--policy", "tsattn:dtype=int3"], "stats_dtype must be None"),
+        (["--policy", "tsattn", "--policy", "tsattn"], "labels must differ"),
+        (["--policy", "tsattn:reselect_every=4"], "reselect_every"),
+        (["--fact", "x"], "--fact, --question and --answer belong together"),
+        (["--continued", "1"], "--continued: at least 2"),
+        (["--contexts", "5000"], "the model reads at most"),
+        (["--contexts", "20"], "no room"),
+        (["--text-file", "/does/not/exist"], "--text-file /does/not/exist: No such file"),
+        (["--device", "foo"], "--device foo"),
+    ],
+)
+def test_what_is_wrong_is_said(argv, message, command, capsys):
+    status, out = command(*argv)
+    assert status == 2
+    assert message in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_specs():
+    assert parse_spec("tsattn").config == SparseConfig()
+    assert parse_spec("paper:budget=512").config == SparseConfig.paper(token_budget=512)
+    spec = parse_spec("quarters=tsattn:kind=means,parts=4,dtype=int8,dense_layers=0+3")
+    assert spec.label == "quarters"
+    assert spec.config == SparseConfig(parts=4, stats_dtype=torch.int8, dense_layers=(0, 3))
+
+
+def test_only_prompts_that_dense_attention_answers_count():
+    def row(policy, right, depth):
+        return {"task": {"task": "retrieval", "depth": depth}, "policy": policy, "right": right}
+
+    rows = [row("dense", True, 0), row("ours", False, 0), row("dense", False, 1), row("ours", True, 1)]
+    assert answered(rows) == rows[:2]

@@ -1,0 +1,199 @@
+"""The work of :func:`tsattn.calibrate`: candidates on one half of a text, the cheapest good ones on the other."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tsattn.config import SparseConfig
+from tsattn.evaluation import needles, report
+from tsattn.evaluation.grid import DENSE, measure_grid
+from tsattn.evaluation.model import LoadedModel
+from tsattn.evaluation.specs import Spec
+from tsattn.evaluation.tasks import Row, Task, TaskMaker
+from tsattn.integrations.hf import full_attention_layers
+
+BUDGETS = (256, 512, 768, 1024)
+REDUCTIONS = ("max", "mix")
+SUMMARIES: tuple[dict[str, Any], ...] = (
+    {"kind": "means", "parts": 1, "stats_dtype": torch.int8},
+    {"kind": "means", "parts": 1},
+    {"kind": "means", "parts": 2, "stats_dtype": torch.int8},
+    {"kind": "means", "parts": 2},
+    {"kind": "means", "parts": 4, "stats_dtype": torch.int8},
+    {"kind": "minmax", "box_scale": 0.25},
+)
+MANY_LAYERS = 8
+"""From so many full-attention layers on, leaving the first dense is cheap enough to be a candidate."""
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """How far from dense attention a configuration may be, at every context."""
+
+    max_kl: float
+    max_missed: int
+
+    def holds(self, rows: Sequence[Row]) -> bool:
+        """Whether the rows of one policy (and dense attention's) stay within it."""
+        return all(kl <= self.max_kl and missed <= self.max_missed for kl, missed in distances(rows).values())
+
+
+def default_candidates(full_layers: Sequence[int] = ()) -> list[SparseConfig]:
+    """Kinds x reductions x budgets; with many full-attention layers also each with the first of them dense."""
+    plain = [
+        SparseConfig(token_budget=budget, group_reduce=reduce, **summary)
+        for summary, reduce, budget in product(SUMMARIES, REDUCTIONS, BUDGETS)
+    ]
+    if len(full_layers) < MANY_LAYERS:
+        return plain
+    return plain + [replace(config, dense_layers=(full_layers[0],)) for config in plain]
+
+
+def distances(rows: Sequence[Row]) -> dict[int, tuple[float, int]]:
+    """By context: mean KL, and how many pass keys that dense attention finds are missed."""
+    found = report.answered(report.of_task(rows, report.RETRIEVAL))
+    texts = report.of_task(rows, report.TEXT)
+    result = {}
+    for context in sorted({row["task"]["context"] for row in rows}):
+        kl = [row["kl"] for row in texts if row["task"]["context"] == context and row["policy"] != DENSE]
+        missed = sum(not row["right"] for row in found if row["task"]["context"] == context)
+        result[context] = (sum(kl) / len(kl), missed)
+    return result
+
+
+def label_of(config: SparseConfig) -> str:
+    """What differs from the defaults of the class, briefly."""
+    kind = {"minmax": f"box {config.box_scale:g}", "means": f"means {config.parts}"}.get(config.kind, config.kind)
+    storage = "" if config.stats_dtype is None else f" {str(config.stats_dtype).removeprefix('torch.')}"
+    dense = f", dense {'+'.join(map(str, config.dense_layers))}" if config.dense_layers else ""
+    return f"{kind}{storage}, {config.group_reduce}, {config.token_budget}{dense}"
+
+
+def run(
+    model: Any,
+    token_ids: Any,
+    *,
+    tokenizer: Any,
+    candidates: Iterable[SparseConfig] | None,
+    contexts: Sequence[int],
+    tolerance: Tolerance,
+    pass_keys: int,
+    continued: int,
+    seed: int,
+    out: Path | None,
+    progress: bool,
+) -> SparseConfig:
+    """See :func:`tsattn.calibrate`."""
+    tokens = _tokens(token_ids)
+    half, longest = len(tokens) // 2, max(contexts)
+    if half < longest + continued:
+        least = 2 * (longest + continued)
+        raise ValueError(f"token_ids must hold at least {least} tokens for contexts of {longest}, got {len(tokens)}")
+    loaded = LoadedModel(model, tokenizer or _tokenizer_of(model), getattr(model, "name_or_path", "") or type(model).__name__)
+    configs = list(candidates) if candidates is not None else default_candidates(full_attention_layers(model.config))
+    specs = _specs(configs)
+    measure = partial(measure_grid, model, path=None if out is None else out / "rows.jsonl", progress=progress)
+    tasks = partial(_tasks, loaded, contexts=contexts, pass_keys=pass_keys, continued=continued)
+    rows = measure(tasks(tokens[:half], "first half", seed), specs)
+    order = sorted(specs, key=lambda spec: _bytes(rows, spec))
+    good = [spec for spec in order if tolerance.holds(_of(rows, spec))]
+    held_out = tasks(tokens[half:], "second half", seed + 1)
+    chosen = None
+    for spec in good:
+        proof = measure(held_out, [spec])
+        rows += proof
+        if tolerance.holds(_of(proof, spec)):
+            chosen = spec
+            break
+    about = {
+        "model": loaded.name,
+        "contexts": list(contexts),
+        "tolerance": f"KL {tolerance.max_kl}, {tolerance.max_missed} missed",
+    }
+    if out is not None:
+        _save(out, rows, about, chosen)
+    if chosen is None:
+        nearest = min(order, key=lambda spec: _worst(rows, spec))
+        missed, kl = _worst(rows, nearest)
+        raise ValueError(
+            f"none of {len(specs)} candidates stays within KL {tolerance.max_kl} and {tolerance.max_missed} missed pass keys; "
+            f"nearest is {nearest.label}, with KL {kl:.4f} and {missed} missed"
+        )
+    return chosen.config
+
+
+def _tokens(token_ids: Any) -> list[int]:
+    ids = torch.as_tensor(token_ids)
+    if ids.dim() == 2 and ids.shape[0] == 1:
+        ids = ids[0]
+    if ids.dim() != 1 or ids.is_floating_point():
+        raise ValueError(f"token_ids must be integers [L] or [1, L], got {ids.dtype} {tuple(ids.shape)}")
+    found: list[int] = ids.tolist()
+    return found
+
+
+def _tokenizer_of(model: Any) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(model.name_or_path)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"tokenizer: none can be loaded from {model.name_or_path!r}; give one, pass keys are text") from error
+
+
+def _specs(configs: Sequence[SparseConfig]) -> list[Spec]:
+    """With labels that differ."""
+    specs: list[Spec] = []
+    for config in dict.fromkeys(configs):
+        label = label_of(config)
+        taken = sum(spec.label == label or spec.label.startswith(f"{label} #") for spec in specs)
+        specs.append(Spec(f"{label} #{taken + 1}" if taken else label, "tsattn", config))
+    if not specs:
+        raise ValueError("candidates: there are none")
+    return specs
+
+
+def _tasks(
+    loaded: LoadedModel, tokens: list[int], part: str, seed: int, *, contexts: Sequence[int], pass_keys: int, continued: int
+) -> list[Task]:
+    tasks: list[Task] = []
+    for context in contexts:
+        about = {"model": loaded.name, "text": part, "tokens": len(tokens), "context": context, "seed": seed}
+        maker = TaskMaker(loaded, lambda number: tokens[:number], about)
+        tasks.append(maker.continuation(continued))
+        for index, depth in enumerate(needles.depths(pass_keys)):
+            own = replace(maker, about={**about, "seed": seed * pass_keys + index})
+            tasks.append(own.retrieval(needles.pass_key("standard", seed * pass_keys + index), "standard", depth))
+    return tasks
+
+
+def _of(rows: Sequence[Row], spec: Spec) -> list[Row]:
+    return [row for row in rows if row["policy"] in (DENSE, spec.label)]
+
+
+def _bytes(rows: Sequence[Row], spec: Spec) -> float:
+    """Mean share over the rows: contexts weigh alike, and so do candidates, as all have the same tasks."""
+    return report.mean_of([row for row in rows if row["policy"] == spec.label], "bytes_share") or 0.0
+
+
+def _worst(rows: Sequence[Row], spec: Spec) -> tuple[int, float]:
+    found = distances(_of(rows, spec)).values()
+    return max(missed for _, missed in found), max(kl for kl, _ in found)
+
+
+def _save(out: Path, rows: list[Row], about: Row, chosen: Spec | None) -> None:
+    """The configuration, the report and the frontier."""
+    out.mkdir(parents=True, exist_ok=True)
+    if chosen is not None:
+        (out / "config.json").write_text(json.dumps(chosen.config.as_dict(), indent=2) + "\n", encoding="utf-8")
+        about = {**about, "chosen": chosen.label}
+    first = [row for row in rows if row["task"]["text"] == "first half"]
+    report.write(first, out, about, mark=[] if chosen is None else [chosen.label])

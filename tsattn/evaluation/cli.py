@@ -1,0 +1,136 @@
+"""``python -m tsattn eval``: facts in a haystack and continued texts, for any policies, against dense attention."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tsattn.evaluation import INSTALL, needles
+from tsattn.evaluation.options import DTYPES, check_model, check_writable, device_and_dtype, positive, whole
+from tsattn.evaluation.specs import NAMES, Spec, parse_spec
+
+HELP = "quality and bytes read of any policies on a real model, against dense attention"
+DEFAULT_POLICIES = ("tsattn", "paper", "random", "oracle-max")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    what = parser.add_argument_group("what is measured")
+    what.add_argument("--tasks", nargs="+", choices=("facts", "text"), default=["facts", "text"], help="(both)")
+    what.add_argument("--contexts", type=positive, nargs="+", default=[4096, 8192], metavar="TOKENS", help="(4096 8192)")
+    what.add_argument("--kinds", nargs="+", choices=needles.KINDS, default=["standard"], help="of pass keys (standard)")
+    what.add_argument("--depths", type=positive, default=8, metavar="N", help="where the fact is: N places (%(default)s)")
+    what.add_argument("--seeds", type=whole, nargs="+", default=[0], metavar="N", help="of keys and texts (0)")
+    what.add_argument("--continued", type=positive, default=96, metavar="TOKENS", help="of a text (%(default)s)")
+    what.add_argument("--seen", action="store_true", help="the prefill sees the question")
+    what.add_argument("--text-file", type=Path, metavar="FILE", help="text of your own instead of the essays")
+    for name in ("fact", "question", "answer"):
+        what.add_argument(f"--{name}", metavar="TEXT", help="a fact of your own instead of pass keys; give all three")
+    what.add_argument(
+        "--policy",
+        action="append",
+        metavar="SPEC",
+        help=f"[LABEL=]NAME[:FIELD=VALUE,...], again for another; names: {', '.join(NAMES)} ({', '.join(DEFAULT_POLICIES)})",
+    )
+    run = parser.add_argument_group("how it runs")
+    run.add_argument("--device", default="auto", help="auto (a GPU if there is one), cpu, cuda, cuda:1, ...")
+    run.add_argument("--dtype", choices=("auto", *DTYPES), default="auto", help="auto: bfloat16 on a GPU, float32 on a CPU")
+    run.add_argument("--threads", type=positive, metavar="N", help="CPU threads (torch's default)")
+    run.add_argument("--prefill-chunk", type=positive, default=1024, metavar="TOKENS", help="(%(default)s)")
+    run.add_argument("--model", type=Path, metavar="DIR", help="a local Transformers model instead of Gemma 3 270M")
+    run.add_argument("--cache-dir", type=Path, metavar="DIR", help="where the converted model is kept (~/.cache/tsattn)")
+    run.add_argument(
+        "--out", type=Path, default=Path("out/eval"), metavar="DIR", help="for rows, report and pictures (%(default)s)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure; exit status 0, or 2 when an option is wrong or something is missing."""
+    try:
+        specs = [parse_spec(text) for text in args.policy or DEFAULT_POLICIES]
+        _check(args, specs)
+        _measure(args, specs)
+    except (ModuleNotFoundError, FileNotFoundError, ValueError, TypeError) as error:
+        if isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] == "tsattn":
+            raise  # a damaged installation of this package, which no extra mends
+        needs = isinstance(error, ModuleNotFoundError) and "pip install" not in str(error)
+        print(f"eval: {error}{f'; it needs more packages: {INSTALL}' if needs else ''}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _check(args: argparse.Namespace, specs: list[Spec]) -> None:
+    """Refuse what can't be meant before the model is loaded."""
+    labels = [spec.label for spec in specs]
+    if len(set(labels)) < len(labels) or "dense" in labels:
+        raise ValueError(f"--policy: labels must differ, and dense is measured anyway: {', '.join(labels)}")
+    for spec in specs:
+        _ = spec.policy  # refuses what it can't do
+    own = [args.fact, args.question, args.answer]
+    if any(own) and not all(own):
+        raise ValueError("--fact, --question and --answer belong together")
+    if args.continued < 2:
+        raise ValueError("--continued: at least 2 tokens")
+    if args.model is not None:
+        check_model(args.model)
+        if args.cache_dir is not None:
+            raise ValueError("--cache-dir would be ignored: --model is read where it is")
+    check_writable("--out", args.out)
+
+
+def _measure(args: argparse.Namespace, specs: list[Spec]) -> None:
+    from tsattn.evaluation import grid, model, report
+
+    device, dtype = device_and_dtype(args)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    paragraphs, text_name = _paragraphs(args.text_file)
+    loaded = model.load(args.model, cache=args.cache_dir or model.default_cache(), dtype=dtype, device=device)
+    tasks = tasks_of(args, loaded, paragraphs, text_name)
+    longest = max(len(task.context) + len(task.chunk) for task in tasks)
+    most = getattr(loaded.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if most is not None and longest > most:
+        raise ValueError(f"--contexts: the longest prompt has {longest} tokens, the model reads at most {most}")
+    path = args.out / "rows.jsonl"
+    rows = grid.measure_grid(loaded.model, tasks, specs, path=path, prefill_chunk=args.prefill_chunk)
+    about = {
+        "model": f"{loaded.name}, {str(dtype).removeprefix('torch.')} on {device.type}",
+        "torch": torch.__version__,
+        "command": "python -m tsattn " + " ".join(sys.argv[1:]),
+    }
+    written = report.write(rows, args.out, about)
+    print(report.markdown(rows, about))
+    print(f"Written: {', '.join(map(str, [path, *written]))}")
+
+
+def _paragraphs(file: Path | None) -> tuple[list[str], str]:
+    from tsattn.evaluation import haystack
+
+    if file is None:
+        return haystack.read_paragraphs(haystack.essay_folder()), "essays"
+    text = haystack.read_text(file, "--text-file")
+    return [part.strip() for part in text.split("\n\n") if part.strip()], file.name
+
+
+def tasks_of(args: argparse.Namespace, loaded: Any, paragraphs: list[str], text_name: str) -> list[Any]:
+    """The grid that the options ask for, contexts first."""
+    from tsattn.evaluation.haystack import running_text
+    from tsattn.evaluation.tasks import TaskMaker
+
+    own = needles.Facts(args.fact, [], args.question, args.answer) if args.fact else None
+    tasks: list[Any] = []
+    for context in args.contexts:
+        for seed in args.seeds:
+            text = partial(running_text, loaded.encode, paragraphs, (97 * (seed + 1)) % len(paragraphs))
+            maker = TaskMaker(loaded, text, {"model": loaded.name, "text": text_name, "context": context, "seed": seed})
+            if "text" in args.tasks:
+                tasks.append(maker.continuation(args.continued))
+            for kind in (args.kinds if own is None else ["own"]) if "facts" in args.tasks else []:
+                facts = needles.pass_key(kind, seed) if own is None else own
+                tasks += [maker.retrieval(facts, kind, depth, seen=args.seen) for depth in needles.depths(args.depths)]
+    return tasks

@@ -1,0 +1,176 @@
+"""Rows of a grid as Markdown tables and pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from tsattn.evaluation.grid import DENSE
+from tsattn.evaluation.tasks import Row
+
+RETRIEVAL, TEXT = "retrieval", "text"
+
+
+def of_task(rows: Iterable[Row], task: str) -> list[Row]:
+    """Rows of one kind of task."""
+    return [row for row in rows if row["task"]["task"] == task]
+
+
+def answered(rows: Sequence[Row]) -> list[Row]:
+    """Retrieval rows of the prompts that dense attention answers."""
+    prompts = {str(row["task"]) for row in rows if row["policy"] == DENSE and row["right"]}
+    return [row for row in rows if str(row["task"]) in prompts]
+
+
+def policies(rows: Iterable[Row]) -> list[str]:
+    """Labels, in order of appearance, dense first."""
+    labels = dict.fromkeys(row["policy"] for row in rows)
+    return sorted(labels, key=lambda label: label != DENSE)
+
+
+def mean_of(rows: Sequence[Row], name: str) -> float | None:
+    """Mean of a measurement; None if no row has it."""
+    values = [row[name] for row in rows if row.get(name) is not None]
+    return fmean(values) if values else None
+
+
+def _cell(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def _table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    aligned = ["|".join(["", *cells, ""]) for cells in ([*head], ["---", *["---:"] * (len(head) - 1)], *lines)]
+    return "\n".join(aligned)
+
+
+def retrieval_table(rows: Sequence[Row]) -> str:
+    """Right answers of those that dense attention gives, by kind and context, with bytes and attention mass."""
+    asked = answered(of_task(rows, RETRIEVAL))
+    grids = sorted({(row["task"]["kind"], row["task"]["context"]) for row in asked}, key=lambda grid: (grid[1], grid[0]))
+    head = ["policy", *(f"{kind}, {context:,}" for kind, context in grids), "bytes", "mass", "NLL of the answer"]
+    lines = []
+    for label in policies(asked):
+        mine = [row for row in asked if row["policy"] == label]
+        cells = [label]
+        for grid in grids:
+            here = [row["right"] for row in mine if (row["task"]["kind"], row["task"]["context"]) == grid]
+            cells.append(f"{sum(here)}/{len(here)}" if here else "")
+        shown = (("bytes_share", ".1%"), ("mass", ".1%"), ("nll", ".2f"))
+        lines.append([*cells, *(_cell(mean_of(mine, name), form) for name, form in shown)])
+    return _table(head, lines)
+
+
+def text_table(rows: Sequence[Row]) -> str:
+    """Distance from dense attention on a continued text, by context."""
+    texts = of_task(rows, TEXT)
+    head = ["policy", "context", "texts", "KL", "KL p95", "NLL", "top-1", "bytes", "mass", "re-use"]
+    shown = (("kl", ".4f"), ("kl_p95", ".3f"), ("nll", ".3f"), ("top_1", ".1%"), ("bytes_share", ".1%"), ("mass", ".1%"))
+    lines = []
+    for context in sorted({row["task"]["context"] for row in texts}):
+        for label in policies(texts):
+            mine = [row for row in texts if row["policy"] == label and row["task"]["context"] == context]
+            if mine:
+                cells = (_cell(mean_of(mine, name), form) for name, form in (*shown, ("reuse", ".2f")))
+                lines.append([label, f"{context:,}", str(len(mine)), *cells])
+    return _table(head, lines)
+
+
+def markdown(rows: Sequence[Row], about: Row) -> str:
+    """The whole report."""
+    parts = ["# Quality against dense attention\n", *(f"- {name}: {value}" for name, value in about.items()), ""]
+    if of_task(rows, RETRIEVAL):
+        parts += [
+            "## Hidden facts\n",
+            "Right answers of those that dense attention gives. Bytes: keys, values and statistics read per step, as a share",
+            "of what dense attention reads, of a 16-bit cache. Mass: of dense attention, on what was read.\n",
+            retrieval_table(rows),
+            "",
+        ]
+    if of_task(rows, TEXT):
+        parts += ["## Continued texts\n", "KL divergence of the next-token distribution from dense attention's, in nats.\n"]
+        parts += [text_table(rows), ""]
+    return "\n".join(parts)
+
+
+def heat_map(rows: Sequence[Row], path: Path) -> None:
+    """Share of right answers by context and depth, a panel for each policy."""
+    import matplotlib.pyplot as plt
+    import numpy as np
+
+    asked = of_task(rows, RETRIEVAL)
+    labels = policies(asked)
+    contexts, depths = (sorted({row["task"][name] for row in asked}) for name in ("context", "depth"))
+    columns = min(4, len(labels))
+    lines = -(-len(labels) // columns)
+    figure, axes = plt.subplots(
+        lines, columns, figsize=(2.9 * columns + 0.6, (0.26 * len(depths) + 1.3) * lines), squeeze=False, layout="constrained"
+    )
+    for axis, label in zip(axes.flat, labels, strict=False):
+        cells = np.full((len(depths), len(contexts)), np.nan)
+        for i, depth in enumerate(depths):
+            for j, context in enumerate(contexts):
+                place = {"context": context, "depth": depth}
+                here = [row for row in asked if row["policy"] == label and row["task"] | place == row["task"]]
+                if here:
+                    cells[i, j] = fmean(row["right"] for row in here)
+        shades = axis.imshow(cells, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
+        axis.set_xticks(range(len(contexts)), [_short(context) for context in contexts])
+        axis.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
+        share = mean_of([row for row in asked if row["policy"] == label], "bytes_share")
+        axis.set_title(f"{label}\n{_cell(share, '.1%')} of the bytes", fontsize=9)
+    for axis in list(axes.flat)[len(labels) :]:
+        axis.set_axis_off()
+    figure.supxlabel("context in tokens")
+    figure.supylabel("depth of the fact")
+    figure.colorbar(shades, ax=axes, label="share of right answers")
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def frontier(rows: Sequence[Row], path: Path, *, mark: Sequence[str] = ()) -> None:
+    """Bytes read against KL and against wrong answers, a point for each policy; those in `mark` stand out."""
+    import matplotlib.pyplot as plt
+    from matplotlib.ticker import PercentFormatter
+
+    panels: list[tuple[str, list[Row], Any]] = [
+        ("KL from dense attention, nats", of_task(rows, TEXT), lambda mine: mean_of(mine, "kl")),
+        ("share of facts missed", answered(of_task(rows, RETRIEVAL)), lambda mine: 1 - fmean(row["right"] for row in mine)),
+    ]
+    panels = [panel for panel in panels if panel[1]]
+    figure, axes = plt.subplots(1, len(panels), figsize=(6.4 * len(panels), 5), squeeze=False, layout="constrained")
+    for axis, (title, some, measure) in zip(axes.flat, panels, strict=True):
+        for label in policies(some):
+            mine = [row for row in some if row["policy"] == label]
+            x, y = mean_of(mine, "bytes_share"), measure(mine)
+            if label == DENSE or x is None or y is None:
+                continue
+            chosen = label in mark
+            axis.plot(x, y, "*" if chosen else "o", ms=13 if chosen else 5, color="C3" if chosen else "C0")
+            axis.annotate(label, (x, y), fontsize=7, xytext=(4, 3), textcoords="offset points")
+        axis.set_xscale("log")
+        axis.xaxis.set_major_formatter(PercentFormatter(1.0))
+        axis.xaxis.set_minor_formatter(PercentFormatter(1.0))
+        axis.set_xlabel("bytes read per step, share of dense attention")
+        axis.set_ylabel(title)
+        axis.grid(alpha=0.3)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def _short(tokens: int) -> str:
+    return f"{tokens // 1024}K" if tokens % 1024 == 0 else f"{tokens:,}"
+
+
+def write(rows: Sequence[Row], folder: Path, about: Row, *, mark: Sequence[str] = ()) -> list[Path]:
+    """Write report.md and the pictures; returns what was written."""
+    written = [folder / "report.md"]
+    written[0].write_text(markdown(rows, about), encoding="utf-8")
+    if of_task(rows, RETRIEVAL):
+        written.append(folder / "facts.png")
+        heat_map(rows, written[-1])
+    if len(policies(rows)) > 1 and (of_task(rows, TEXT) or answered(of_task(rows, RETRIEVAL))):
+        written.append(folder / "frontier.png")
+        frontier(rows, written[-1], mark=mark)
+    return written

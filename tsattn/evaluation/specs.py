@@ -1,0 +1,69 @@
+"""Policies by name, as a command line or a result file has them: ``[LABEL=]NAME[:FIELD=VALUE,...]``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+
+from tsattn.config import SparseConfig
+from tsattn.policies import POLICIES, Policy
+
+BASES = {"paper": SparseConfig.paper}
+"""Names of the query-aware policy with other defaults."""
+NAMES = (*POLICIES, *BASES)
+_SHORT = {"budget": "token_budget", "reduce": "group_reduce", "dtype": "stats_dtype", "recent": "recent_pages"}
+_FIELDS = {field.name: field.default for field in fields(SparseConfig)}
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A policy and what it is called in tables."""
+
+    label: str
+    name: str
+    config: SparseConfig
+
+    @property
+    def policy(self) -> Policy:
+        """A fresh policy."""
+        return POLICIES.get(self.name, POLICIES["tsattn"])(self.config)
+
+
+def parse_spec(text: str) -> Spec:
+    """``"tsattn"``, ``"paper:budget=512"``, ``"quarters=tsattn:kind=means,parts=4,dtype=int8"``.
+
+    Fields are those of :class:`tsattn.SparseConfig`; ``budget``, ``reduce``, ``dtype`` and ``recent`` are short for
+    token_budget, group_reduce, stats_dtype and recent_pages. Layers are joined by "+": ``dense_layers=0+1``.
+
+    Raises
+    ------
+    ValueError
+        Naming what is unknown.
+    """
+    head, _, options = text.partition(":")
+    label, _, name = head.rpartition("=")
+    if name not in NAMES:
+        raise ValueError(f"no policy is called {name!r}: there are {', '.join(NAMES)}")
+    given = {}
+    for option in filter(None, options.split(",")):
+        key, separator, value = option.partition("=")
+        key = _SHORT.get(key.strip(), key.strip())
+        if not separator or key not in _FIELDS:
+            raise ValueError(f"{text!r}: {option!r} is no FIELD=VALUE of SparseConfig ({', '.join(_FIELDS)})")
+        given[key] = _value(key, value.strip())
+    base = BASES.get(name, SparseConfig)()
+    return Spec(label or text, name, replace(base, **given))
+
+
+def _value(key: str, text: str) -> Any:
+    if key == "stats_dtype":
+        return None if text == "None" else getattr(torch, text, text)
+    if key in ("dense_layers",):
+        return tuple(int(part) for part in text.split("+"))
+    default = _FIELDS[key]
+    try:
+        return type(default)(text) if isinstance(default, int | float) and not isinstance(default, bool) else text
+    except ValueError as error:
+        raise ValueError(f"{key} must be a number, got {text!r}") from error
