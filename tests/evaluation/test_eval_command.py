@@ -56,10 +56,8 @@ def test_an_interrupted_run_goes_on(command, monkeypatch):
     lines = whole.splitlines(keepends=True)
     path.write_text("".join(lines[:7]) + lines[7][:20])  # cut while a line was written
     read = []
-    real = grid.prefill
-    monkeypatch.setattr(
-        grid, "prefill", lambda model, tokens, chunk, **kw: read.append(len(tokens)) or real(model, tokens, chunk, **kw)
-    )
+    real = grid.Prefiller.read
+    monkeypatch.setattr(grid.Prefiller, "read", lambda self, tokens: read.append(len(tokens)) or real(self, tokens))
     assert command(*GRID, *POLICIES)[0] == 0
     assert len(read) == 10 - 2  # two tasks were whole
     redone = grid.read_rows(path)

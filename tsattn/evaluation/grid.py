@@ -9,7 +9,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from tsattn.evaluation.reading import prefill
+from tsattn.evaluation.reading import Prefiller
 from tsattn.evaluation.specs import Spec
 from tsattn.evaluation.tasks import Row, Task
 
@@ -69,6 +69,7 @@ def measure_grid(
         ``{"task": about, "policy": label, "name": policy, "config": fields, ...measured}``, the rows asked for, in order.
     """
     specs = list(specs)
+    prefiller = Prefiller(model, prefill_chunk, progress=progress)
     labels = [DENSE, *(spec.label for spec in specs)]
     if len(set(labels)) < len(labels):
         raise ValueError(f"policies need different labels, got {labels}")
@@ -82,7 +83,7 @@ def measure_grid(
             bar.update(len(labels) - len(wanted))
             if not wanted:
                 continue
-            measure = task.start(model, prefill(model, task.context, prefill_chunk, progress=progress))
+            measure = task.start(model, prefiller.read(task.context))
             for spec in wanted:
                 row: Row = {"task": task.about, "policy": DENSE, "name": DENSE, "config": None}
                 if spec is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,18 +13,64 @@ from transformers import DynamicCache
 from tsattn.integrations import hf
 
 
-@torch.inference_mode()
 def prefill(model: Any, tokens: list[int], chunk: int, *, progress: bool = True) -> DynamicCache:
     """Read ``tokens`` densely in chunks, so that no mask of length x length is built."""
     cache = DynamicCache(config=model.config)
+    for _ in _feed(model, cache, tokens, 0, chunk, progress):
+        pass
+    return cache
+
+
+@torch.inference_mode()
+def _feed(model: Any, cache: DynamicCache, tokens: list[int], start: int, chunk: int, progress: bool) -> Iterator[int]:
+    """Read the tokens from ``start`` on; yields how many are read, chunk by chunk."""
     name, decoder = hf.cache_argument(model), model.get_decoder()
     ids = torch.tensor([tokens], device=model.device)
-    with tqdm(total=len(tokens), desc="Reading the context", unit="token", leave=False, disable=not progress) as bar:
-        for start in range(0, len(tokens), chunk):
-            part = ids[:, start : start + chunk]
+    bar = tqdm(total=len(tokens), initial=start, desc="Reading the context", unit="token", leave=False, disable=not progress)
+    with bar:
+        for first in range(start, len(tokens), chunk):
+            part = ids[:, first : first + chunk]
             decoder(input_ids=part, use_cache=True, **{name: cache})
             bar.update(part.shape[1])
-    return cache
+            yield first + part.shape[1]
+
+
+class Prefiller:
+    """Reads contexts one after another; what a context shares with the one before it isn't read again.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+    chunk : int
+        Tokens per forward pass; a shared beginning is kept in whole chunks.
+    progress : bool
+        Show a bar.
+    most_bytes : int
+        Of snapshots that are kept; the last ones go first.
+    """
+
+    def __init__(self, model: Any, chunk: int, *, progress: bool = True, most_bytes: int = 4 << 30) -> None:
+        self.model, self.chunk, self.progress, self.most_bytes = model, chunk, progress, most_bytes
+        self._tokens: list[int] = []
+        self._kept: dict[int, DynamicCache] = {}
+
+    def read(self, tokens: list[int]) -> DynamicCache:
+        """The cache of a context; it may be decoded into through :func:`snapshot` only."""
+        shared = next((n for n, (a, b) in enumerate(zip(tokens, self._tokens, strict=False)) if a != b), len(self._tokens))
+        self._kept = {n: cache for n, cache in self._kept.items() if n <= min(shared, len(tokens))}
+        self._tokens = tokens
+        start = max(self._kept, default=0)
+        cache = snapshot(self._kept[start]) if start else DynamicCache(config=self.model.config)
+        room = self.most_bytes - sum(map(_bytes, self._kept.values()))
+        for end in _feed(self.model, cache, tokens, start, self.chunk, self.progress):
+            room -= _bytes(cache)
+            if room > 0 and end % self.chunk == 0:
+                self._kept[end] = snapshot(cache)
+        return cache
+
+
+def _bytes(cache: DynamicCache) -> int:
+    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
 
 
 def snapshot(cache: DynamicCache) -> DynamicCache:
