@@ -87,6 +87,13 @@ def scale(name: str, value: Tensor | None) -> None:
         raise ValueError(f"{name} must be finite and positive, got {value.tolist()}")
 
 
+def metric(value: Tensor | None) -> None:
+    """A metric of the keys is finite and not negative."""
+    if value is not None and value.device.type == "cpu" and not bool((value.isfinite() & (value >= 0)).all()):
+        low, high = _range(value)
+        raise ValueError(f"metric must be finite and >= 0, got values from {low} to {high}")
+
+
 def box(value: Tensor | None) -> None:
     """A box scale per KV head is finite and not negative."""
     if value is not None and value.device.type == "cpu" and not bool((value.isfinite() & (value >= 0)).all()):

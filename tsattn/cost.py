@@ -84,7 +84,7 @@ class Layer:
     ----------
     heads_q, heads_kv, head_dim, page_size, vectors : int
         HQ, HKV, D, S and M.
-    kind : {"means", "minmax", "meanvar"}
+    kind : {"means", "minmax", "meanvar", "centroids"}
         The page summary.
     q_size, kv_size, stats_size : int
         Bytes of an element of q and out, of K and V, of the statistics: 1 for int8 codes, with an fp32 scale per vector.

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from tsattn import SparseConfig
+from tsattn.summaries import KINDS
 
 INSTALL = '`make demo` installs it; by hand, in a clone of tsattn: `pip install ".[demo]"`'
 """What to do when a package of the demo is missing."""
@@ -35,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sparse.add_argument(
         "--page-size", type=positive, default=_DEFAULTS.page_size, metavar="N", help="tokens per page (%(default)s)"
     )
-    sparse.add_argument("--kind", choices=("means", "minmax", "meanvar"), default=_DEFAULTS.kind, help="summary (%(default)s)")
+    sparse.add_argument("--kind", choices=KINDS, default=_DEFAULTS.kind, help="summary (%(default)s)")
     sparse.add_argument("--parts", type=positive, metavar="N", help=f"means per page, of kind means ({_DEFAULTS.parts})")
     sparse.add_argument("--box-scale", type=number, metavar="X", help=f"X of kind minmax ({_DEFAULTS.box_scale:g})")
     sparse.add_argument(
