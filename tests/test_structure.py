@@ -44,7 +44,10 @@ ARROWS = {
     "pages": set(),
     "pool": {"checks", "checks_tensor", "quantisation", "summaries"},
     "cache_decode": {"attention", "config", "decode", "workspace"},
-    "cache": {"cache_decode", "checks", "checks_statistics", "config", "dispatch", "ops", "pages", "pool", "quantisation", "selection", "summaries"},
+    "cache": {
+        *("cache_decode", "checks", "checks_statistics", "config", "dispatch", "ops", "pages", "pool", "quantisation"),
+        *("selection", "summaries"),
+    },
     "__init__": {"attention", "cache", "config", "decode", "dispatch", "flash", "ops", "reuse", "selection", "workspace"},
     "testing": {"kernels", "quantisation", "reference", "selection", "summaries", "tuning"},
     "integrations": {"__init__", "cache", "config", "decode", "library", "ops", "selection"},

@@ -9,7 +9,7 @@
 int8 statistics are codes with one fp32 scale per vector, as ``tsattn.summaries.quantise_statistics`` defines them: a code times
 its scale is nearest to the value, or for MINMAX on it or outside of it. A vector that isn't finite has a scale that isn't.
 
-CENTROIDS decides by whole numbers which key belongs where, as ``tsattn.summaries.centroids`` defines it; BLOCK_S holds the page.
+CENTROIDS decides by whole numbers which key belongs where, as ``tsattn.summaries.centroids`` defines it: BLOCK_S is a page.
 
 Sums are taken in fp64 over dequantised fp32 keys and divided in fp64, so that the result does not hang on tile sizes.
 Only slots below `fill` are read, each once; a NaN key makes its channel's statistics NaN.

@@ -22,8 +22,8 @@ centroids  means of two clusters,      logsumexp_j(a q.c_j + w_j)            As 
                                                                              of its own, and isn't diluted.
 =========  ==========================  ====================================  ==========================================
 
-A kind is one file here and one line in :mod:`tsattn.summaries.registry`. Everything is plain PyTorch, in the dtype of its inputs
-(fp32 or fp64).
+A kind is one file here and one line in :mod:`tsattn.summaries.registry`. Everything is plain PyTorch, in the dtype of its
+inputs (fp32 or fp64).
 """
 
 from __future__ import annotations
