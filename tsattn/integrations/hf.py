@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -43,11 +43,23 @@ from tsattn.integrations.hf_attention import tsattn_attention
 from tsattn.integrations.hf_build import build_cache
 from tsattn.integrations.hf_cache import SparseCache
 from tsattn.integrations.hf_stats import DecodeTrace, Recorder
+from tsattn.integrations.hf_switch import attention_set_to
+from tsattn.integrations.hf_variance import query_variance
 
 NAME = "tsattn"
 """The attention implementation's name in Transformers."""
 
-__all__ = ["NAME", "DecodeTrace", "Handle", "SparseCache", "cache_argument", "make_cache", "register", "sparse"]
+__all__ = [
+    "NAME",
+    "DecodeTrace",
+    "Handle",
+    "SparseCache",
+    "cache_argument",
+    "make_cache",
+    "query_variance",
+    "register",
+    "sparse",
+]
 
 
 def register() -> None:
@@ -65,6 +77,7 @@ def make_cache(
     *,
     from_cache: DynamicCache | None = None,
     attention_mask: Tensor | None = None,
+    metric: Mapping[int, Tensor] | None = None,
 ) -> SparseCache:
     """A cache for ``model(..., cache=...)`` or ``generate(..., cache=...)`` under the "tsattn" attention.
 
@@ -79,14 +92,17 @@ def make_cache(
         full layers are copied into pages, sliding layers are snapshots.
     attention_mask : Tensor, optional
         [B, L] mask of ones and zeros that ``from_cache`` was filled with. Needed when its rows are padded.
+    metric : mapping of int to torch.Tensor, optional
+        [HKV, D] fp32 by layer, for kind "centroids", as :func:`query_variance` measures it; a layer that isn't named has none.
 
     Raises
     ------
     ValueError
-        If the model has no full-attention layer, ``dense_layers`` names another layer, or ``from_cache`` isn't this model's.
+        If the model has no full-attention layer, ``dense_layers`` or ``metric`` name another layer, or ``from_cache`` isn't
+        this model's.
     """
     register()
-    return build_cache(model_config, sparse_config, Recorder(), from_cache, attention_mask)
+    return build_cache(model_config, sparse_config, Recorder(), from_cache, attention_mask, metric)
 
 
 def cache_argument(model: PreTrainedModel) -> str:
@@ -97,8 +113,9 @@ def cache_argument(model: PreTrainedModel) -> str:
 class Handle:
     """What :func:`sparse` gives: counts, and (with ``trace=True``) every decode step's query and selection."""
 
-    def __init__(self, sparse_config: SparseConfig, trace: bool) -> None:
+    def __init__(self, sparse_config: SparseConfig, trace: bool, metric: Mapping[int, Tensor] | None) -> None:
         self.sparse_config = sparse_config
+        self.metric = metric
         self._recorder = Recorder(trace=trace)
 
     def stats(self) -> dict[str, Any]:
@@ -106,7 +123,7 @@ class Handle:
         return self._recorder.stats()
 
     def _new_cache(self, model: PreTrainedModel) -> SparseCache:
-        return build_cache(model.config, self.sparse_config, self._recorder, None, None)
+        return build_cache(model.config, self.sparse_config, self._recorder, None, None, self.metric)
 
     def _watch(self, model: PreTrainedModel, cache: Any) -> None:
         """Count what a cache's decode steps read from now on; refuse a cache without pages."""
@@ -128,7 +145,9 @@ _ACTIVE: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
 
 
 @contextmanager
-def sparse(model: PreTrainedModel, sparse_config: SparseConfig, *, trace: bool = False) -> Iterator[Handle]:
+def sparse(
+    model: PreTrainedModel, sparse_config: SparseConfig, *, trace: bool = False, metric: Mapping[int, Tensor] | None = None
+) -> Iterator[Handle]:
     """Run ``model`` over selected pages inside the ``with`` block; afterwards the model is as it was.
 
     Parameters
@@ -140,6 +159,8 @@ def sparse(model: PreTrainedModel, sparse_config: SparseConfig, *, trace: bool =
         Of the caches made inside the block.
     trace : bool
         Keep queries and selections in ``handle.traces``.
+    metric : mapping of int to torch.Tensor, optional
+        As in :func:`make_cache`, for the caches made inside the block.
 
     Yields
     ------
@@ -171,26 +192,21 @@ def sparse(model: PreTrainedModel, sparse_config: SparseConfig, *, trace: bool =
         raise RuntimeError("this model is inside another `sparse(...)` block already; leave that one first")
     _refuse_model(model)
     register()
-    handle = Handle(sparse_config, trace)
-    build_cache(model.config, sparse_config, Recorder(), None, None)
-    saved = _attention_settings(model)
+    handle = Handle(sparse_config, trace, metric)
+    build_cache(model.config, sparse_config, Recorder(), None, None, metric)
     hook, override = None, model.__dict__.get(_PREPARE)
     _ACTIVE.add(model)
     try:
-        _set_attention(model)
-        hook = model.register_forward_pre_hook(_CacheForForward(model, handle), with_kwargs=True)
-        model._prepare_cache_for_generation = _CacheForGenerate(model, handle)
-        yield handle
+        with attention_set_to(model, NAME):
+            hook = model.register_forward_pre_hook(_CacheForForward(model, handle), with_kwargs=True)
+            model._prepare_cache_for_generation = _CacheForGenerate(model, handle)
+            yield handle
     finally:
         model.__dict__.pop(_PREPARE, None)
         if override is not None:
             model.__dict__[_PREPARE] = override
         if hook is not None:
             hook.remove()
-        for config, settings in saved:
-            config.__dict__.update(settings)
-            if "_attn_was_changed" not in settings:
-                config.__dict__.pop("_attn_was_changed", None)
         _ACTIVE.discard(model)
 
 
@@ -263,34 +279,3 @@ def _refuse_model(model: PreTrainedModel) -> None:
         raise ValueError(f"{type(model).__name__} is an encoder-decoder model; tsattn serves decoder-only models")
     if getattr(model.config, "output_attentions", False):
         raise ValueError("tsattn gives no attention weights: set `model.config.output_attentions = False`")
-
-
-def _configs_of(model: PreTrainedModel) -> list[Any]:
-    """Every configuration object that the model and its parts use, once each."""
-    found: dict[int, Any] = {}
-    queue = [part.config for part in model.modules() if isinstance(part, PreTrainedModel)]
-    while queue:
-        config = queue.pop()
-        if id(config) not in found:
-            found[id(config)] = config
-            queue += [sub for name in config.sub_configs if (sub := getattr(config, name, None)) is not None]
-    return list(found.values())
-
-
-_SETTINGS = ("_attn_implementation_internal", "_attn_was_changed")
-
-
-def _attention_settings(model: PreTrainedModel) -> list[tuple[Any, dict[str, Any]]]:
-    return [
-        (config, {name: config.__dict__[name] for name in _SETTINGS if name in config.__dict__})
-        for config in _configs_of(model)
-    ]
-
-
-def _set_attention(model: PreTrainedModel) -> None:
-    """Switch the decoder's text part; a vision tower keeps its own attention."""
-    text = model.config.get_text_config(decoder=True)
-    keys = [key for key in model.config.sub_configs if getattr(model.config, key, None) is text]
-    model.set_attn_implementation({keys[0]: NAME} if keys else NAME)
-    if text._attn_implementation != NAME:
-        raise ValueError(f"{type(model).__name__} doesn't let its attention implementation be chosen, so tsattn can't serve it")

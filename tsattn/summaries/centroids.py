@@ -26,7 +26,7 @@ LEAST_EXPONENT = 26
 """Of a page's largest magnitude, as an fp32 number has it (biased): below, the grid isn't refined any more."""
 TOP_EXPONENT = 253 + GRID_BITS
 """TOP_EXPONENT - e is the exponent of the factor that lays a page with largest exponent e on the grid (both biased)."""
-MAX_PAGE_SIZE = 128
+MAX_PAGE_SIZE = 64
 """A page is clustered as a whole, by one program of a kernel."""
 
 

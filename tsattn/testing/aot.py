@@ -130,11 +130,9 @@ def _statistics(kind: str, vectors: int, dim: int, dtype: torch.dtype) -> tuple[
 def _append(
     kind: str, m: int, dtype: torch.dtype, cache: torch.dtype, stats: torch.dtype, dim: int, page_size: int, tokens: int = 33
 ) -> None:
-    k = torch.zeros(tokens, _HEADS_KV, dim, dtype=dtype)
-    k_cache, scale = _cache(cache, dim, page_size), _scale(cache)
+    k, k_cache, scale = torch.zeros(tokens, _HEADS_KV, dim, dtype=dtype), _cache(cache, dim, page_size), _scale(cache)
     page_stats, options = _statistics(kind, m, dim, stats)
-    options |= {"kind": kind, "k_scale": scale}
-    options |= {"metric": torch.ones(_HEADS_KV, dim)} if SUMMARIES[kind].weighted else {}
+    options |= {"kind": kind, "k_scale": scale, "metric": torch.ones(_HEADS_KV, dim) if SUMMARIES[kind].weighted else None}
     slots = torch.zeros(tokens, dtype=torch.int64)
     kernels.append_kv(k, k, k_cache, k_cache.clone(), page_stats, slots, v_scale=scale, **options)
     table, lens = torch.zeros(3, 5, dtype=torch.int32), torch.zeros(3, dtype=torch.int64)
@@ -307,8 +305,8 @@ def cases() -> dict[str, Callable[[], None]]:
         add(_score, kind, m, BF16, INT8, 128, 16, 4, "max")
     add(_score, "means", 1, BF16, INT8, 128, 16, 8, "max")
     add(_score, "meanvar", 2, FP16, INT8, 80, 12, 8, "none")
-    for stats in (BF16, INT8):
-        add(_score, "centroids", 2, BF16, stats, 128, 16, 4, "max")
+    add(_score, "centroids", 2, BF16, BF16, 128, 16, 4, "max")
+    add(_score, "centroids", 2, BF16, INT8, 128, 16, 4, "max")
 
     add(_select, "tile", 2048, 128)
     add(_select, "tile", 100, 128, wide=True)
@@ -348,7 +346,6 @@ def cases() -> dict[str, Callable[[], None]]:
     add(_decode, "ticket", "minmax", 2, BF16, FP8, 256, 64, 17, "max")
     for plan in kernels.PLANS:
         add(_decode, plan, "means", 2, BF16, BF16, 128, 16, 64, "max")
-
     add(_merge, BF16, 80)
     add(_merge, FP32, 256)
     return table
