@@ -86,14 +86,6 @@ def _copy_rows(cache_page, stride_slot, slot, source, stride_token, winner, scal
     tl.store(cache_page + slot[:, None].to(tl.int64) * stride_slot + d[None, :], rows, mask=mask)
 
 
-@triton.jit
-def _at(pointer, i, stride_i, j, stride_j):
-    """Pointer to element (i, j), or None of nothing."""
-    if pointer is not None:
-        pointer += i * stride_i + j * stride_j
-    return pointer
-
-
 #: Strides of the statistics' scales and weights: a pool's size may be in them, and they needn't be multiples of 16.
 _SCALE_STRIDES = ["stride_cp", "stride_ch", "stride_wp", "stride_wh"]
 
@@ -176,9 +168,13 @@ def _append_kernel(
     # The statistics read the page back through other threads than those that wrote it.
     tl.debug_barrier()
     stats = page_stats + page * stride_sp + head * stride_sh
-    stats_scale = _at(page_stats_scale, page, stride_cp, head, stride_ch)
-    stats_weight = _at(page_stats_weight, page, stride_wp, head, stride_wh)
-    head_metric = _at(metric, head, stride_metric, 0, 0)
+    stats_scale, stats_weight, head_metric = page_stats_scale, page_stats_weight, metric
+    if page_stats_scale is not None:
+        stats_scale = page_stats_scale + page * stride_cp + head * stride_ch
+    if page_stats_weight is not None:
+        stats_weight = page_stats_weight + page * stride_wp + head * stride_wh
+    if metric is not None:
+        head_metric = metric + head * stride_metric
     write_page_stats(
         stats, stats_scale, stats_weight, k_page, stride_ks, fill, key_scale, head_metric, KIND, S, D, M, BLOCK_S, BLOCK_D
     )
@@ -233,9 +229,13 @@ def _rebuild_stats_kernel(
     if k_scale is not None:
         scale = tl.load(k_scale + head * stride_kscale)
     stats = page_stats + page * stride_sp + head * stride_sh
-    stats_scale = _at(page_stats_scale, page, stride_cp, head, stride_ch)
-    stats_weight = _at(page_stats_weight, page, stride_wp, head, stride_wh)
-    head_metric = _at(metric, head, stride_metric, 0, 0)
+    stats_scale, stats_weight, head_metric = page_stats_scale, page_stats_weight, metric
+    if page_stats_scale is not None:
+        stats_scale = page_stats_scale + page * stride_cp + head * stride_ch
+    if page_stats_weight is not None:
+        stats_weight = page_stats_weight + page * stride_wp + head * stride_wh
+    if metric is not None:
+        head_metric = metric + head * stride_metric
     k_page = k_cache + page * stride_kp + head * stride_kh
     write_page_stats(
         stats, stats_scale, stats_weight, k_page, stride_ks, fill, scale, head_metric, KIND, S, D, M, BLOCK_S, BLOCK_D
