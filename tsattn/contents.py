@@ -90,8 +90,8 @@ def scale(name: str, value: Tensor | None) -> None:
 def metric(value: Tensor | None) -> None:
     """A metric of the keys is finite and not negative."""
     if value is not None and value.device.type == "cpu" and not bool((value.isfinite() & (value >= 0)).all()):
-        low, high = _range(value)
-        raise ValueError(f"metric must be finite and >= 0, got values from {low} to {high}")
+        wrong = value[~(value.isfinite() & (value >= 0))]
+        raise ValueError(f"metric must be finite and >= 0, got {float(wrong[0])} among its values")
 
 
 def box(value: Tensor | None) -> None:
