@@ -26,6 +26,7 @@ from tsattn.kernels.launch import Piece, block_dim, codes, next_pow2, on_device_
 from tsattn.kernels.primitives import encode, pages_of, to_f32
 from tsattn.kernels.summary import KIND_CODES, write_page_stats
 from tsattn.scratch import Scratch
+from tsattn.summaries import SUMMARIES
 from tsattn.tuning.space import Config, pick
 
 
@@ -250,7 +251,7 @@ _MOST_WARPS = 16
 def _tile(config: Config, kind: str, page_size: int, head_dim: int) -> tuple[int, int]:
     """(slots at a time, warps): what is tuned, or a whole page where a kind looks at all its keys at once."""
     whole = next_pow2(page_size)
-    if kind != "centroids":
+    if SUMMARIES[kind].max_page_size is None:
         return min(config["BLOCK_S"], whole), config.num_warps
     return whole, max(config.num_warps, min(_MOST_WARPS, whole * block_dim(head_dim) // (32 * _PER_THREAD)))
 

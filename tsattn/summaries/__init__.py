@@ -17,9 +17,10 @@ means      means of M sub-pages        logsumexp_j(a q.m_j) - log(parts)     An 
                                                                              diluted by its sub-page.
 meanvar    mean, variance              a q.mean + a^2/2 (q*q).var            The second-order expansion of that log for
                                                                              independent channels: an estimate.
-centroids  means of two clusters,      logsumexp_j(a q.c_j + w_j)            As means, exact if the keys of a cluster are
-           w_j = ln(n_j / n)                                                 equal. A key unlike all others is a cluster
-                                                                             of its own, and isn't diluted.
+centroids  means of two clusters,      logsumexp_j(a q.c_j + w_j)            As means: exact if the keys of a cluster are
+           w_j = ln(n_j / n)                                                 equal, by Jensen never above it. A key unlike
+                                                                             all others is a cluster of its own, and isn't
+                                                                             diluted.
 =========  ==========================  ====================================  ==========================================
 
 A kind is one file here and one line in :mod:`tsattn.summaries.registry`. Everything is plain PyTorch, in the dtype of its

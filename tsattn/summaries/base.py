@@ -46,7 +46,7 @@ class Summary:
     weighted : bool
         A vector has a weight, which is added to its product before logsumexp; and the update takes a metric.
     max_page_size : int or None
-        The most slots that a page may have.
+        The most slots that a page may have, of kinds that look at all its keys at once.
     """
 
     update: Callable[[Tensor, Tensor, int, Tensor | None], Statistics]
