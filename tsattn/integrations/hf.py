@@ -42,8 +42,8 @@ from tsattn import SparseConfig
 from tsattn.integrations.hf_attention import tsattn_attention
 from tsattn.integrations.hf_build import build_cache
 from tsattn.integrations.hf_cache import SparseCache
+from tsattn.integrations.hf_settings import attention_of
 from tsattn.integrations.hf_stats import DecodeTrace, Recorder
-from tsattn.integrations.hf_switch import attention_set_to
 from tsattn.integrations.hf_variance import query_variance
 
 NAME = "tsattn"
@@ -197,7 +197,7 @@ def sparse(
     hook, override = None, model.__dict__.get(_PREPARE)
     _ACTIVE.add(model)
     try:
-        with attention_set_to(model, NAME):
+        with attention_of(model, NAME):
             hook = model.register_forward_pre_hook(_CacheForForward(model, handle), with_kwargs=True)
             model._prepare_cache_for_generation = _CacheForGenerate(model, handle)
             yield handle

@@ -11,7 +11,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import sdpa_mask
 
 from tsattn.integrations.hf_attention import tsattn_attention
-from tsattn.integrations.hf_switch import attention_set_to
+from tsattn.integrations.hf_settings import attention_of
 
 _NAME = "tsattn_query_variance"
 
@@ -86,7 +86,7 @@ def query_variance(model: PreTrainedModel, token_ids: Tensor) -> dict[int, Tenso
     moments: dict[int, _Moments] = {}
     token = _MOMENTS.set(moments)
     try:
-        with attention_set_to(model, _NAME):
+        with attention_of(model, _NAME):
             model.base_model(token_ids.view(-1, token_ids.shape[-1]).to(model.device), use_cache=False)
     finally:
         _MOMENTS.reset(token)

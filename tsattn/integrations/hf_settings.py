@@ -1,4 +1,4 @@
-"""Switching a model's attention implementation for a while."""
+"""Which attention implementation a model's text part uses, switched for a while and put back exactly."""
 
 from __future__ import annotations
 
@@ -8,17 +8,15 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-_SETTINGS = ("_attn_implementation_internal", "_attn_was_changed")
-
 
 @contextmanager
-def attention_set_to(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """Let the model's decoder use the attention registered as ``name`` inside the block; afterwards it is as it was.
+def attention_of(model: PreTrainedModel, name: str) -> Iterator[None]:
+    """Run ``model`` with the attention implementation ``name`` inside the block; afterwards it is as it was.
 
     Raises
     ------
     ValueError
-        If the model doesn't let its attention be chosen.
+        If the model doesn't let its implementation be chosen.
     """
     saved = _attention_settings(model)
     try:
@@ -41,6 +39,9 @@ def _configs_of(model: PreTrainedModel) -> list[Any]:
             found[id(config)] = config
             queue += [sub for name in config.sub_configs if (sub := getattr(config, name, None)) is not None]
     return list(found.values())
+
+
+_SETTINGS = ("_attn_implementation_internal", "_attn_was_changed")
 
 
 def _attention_settings(model: PreTrainedModel) -> list[tuple[Any, dict[str, Any]]]:
