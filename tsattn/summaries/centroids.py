@@ -84,13 +84,13 @@ def halves(page_size: int, device: torch.device) -> Tensor:
 def _clusters(keys: Tensor, fill: Tensor, metric: Tensor | None) -> Tensor:
     """Which keys belong to cluster 1, bool [..., S]."""
     page_size = keys.shape[-2]
-    second = halves(page_size, keys.device).expand(keys.shape[:-1]).clone()
+    roots = None if metric is None else metric.sqrt().expand(*fill.shape, -1)[..., None, :]
     full = fill == page_size
+    if bool(full.all()):
+        return two_means((keys.float() if roots is None else keys.float() * roots).flatten(0, -3)).view(keys.shape[:-1])
+    second = halves(page_size, keys.device).expand(keys.shape[:-1]).clone()
     if bool(full.any()):
-        some = keys[full].float()
-        if metric is not None:
-            some = some * metric.sqrt().expand(*fill.shape, -1)[full][:, None, :]
-        second[full] = two_means(some)
+        second[full] = two_means(keys[full].float() if roots is None else keys[full].float() * roots[full])
     return second
 
 

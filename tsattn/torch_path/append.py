@@ -9,8 +9,8 @@ from tsattn.quantisation import dequantise, quantise
 from tsattn.summaries import SUMMARIES, Stored, write_statistics
 from tsattn.torch_path.blocks import as_bytes_if_fp8
 
-PAGES_AT_ONCE = 1024
-"""Pages whose keys are held in fp32 (and fp64) at one time."""
+PAGES_AT_ONCE = 64
+"""Pages whose keys are held in fp32 (and fp64) at one time: few enough that these stay in a processor's caches."""
 
 
 def _write_stats(
