@@ -3,7 +3,6 @@
 import itertools
 import math
 from dataclasses import replace
-from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -12,10 +11,10 @@ import torch
 import tsattn
 from tsattn import PagedKVCache, SparseConfig
 from tsattn.summaries import SUMMARIES, centroids
-from tsattn.summaries.centroids import GRID_BITS, LLOYD_STEPS, two_means
+from tsattn.summaries.centroids import LLOYD_STEPS, two_means
 from tsattn.testing import assert_close, assert_same_bits, make_case, make_pool
 
-from .oracles import wide
+from .oracles import clustered, wide
 
 IMPLS = ["reference", "torch", "triton"]
 DIM = 8
@@ -67,35 +66,6 @@ def keys_of(name, count, seed=0, dim=DIM):
 
 
 SORTS = ["random", "duplicated", "equal", "zero", "integers with ties", "corners", "tiny", "huge", "one strong"]
-
-
-def distance(a, b):
-    return sum((x - y) ** 2 for x, y in zip(a, b, strict=True))
-
-
-def mean(points):
-    return [sum(column) / Fraction(len(points)) for column in zip(*points, strict=True)]
-
-
-def clustered(keys, metric=None):
-    """Labels of a page's keys [S, D] by definition, in fractions: grid, farthest pair, nearer seed, Lloyd steps."""
-    wide_keys = keys.float() if metric is None else keys.float() * metric.sqrt()
-    top = float(wide_keys.abs().max())
-    # Pages whose largest magnitude is below 2**-100 are laid on the grid of that magnitude.
-    exponent = max(math.frexp(top)[1], -100)
-    points = [[Fraction(round(Fraction(x) * Fraction(2) ** (GRID_BITS - exponent))) for x in row] for row in wide_keys.tolist()]
-    slots = range(len(points))
-    first, second = max(itertools.product(slots, slots), key=lambda pair: distance(points[pair[0]], points[pair[1]]))
-    centres, history = [points[first], points[second]], []
-    for _ in range(LLOYD_STEPS + 1):
-        if centres[1] is None:
-            labels = [0 for _ in points]
-        else:
-            labels = [int(distance(p, centres[1]) < distance(p, centres[0])) for p in points]
-        history.append(labels)
-        parts = [[p for p, label in zip(points, labels, strict=True) if label == j] for j in (0, 1)]
-        centres = [mean(part) if part else None for part in parts]
-    return history
 
 
 @pytest.mark.parametrize("sort", SORTS)
