@@ -35,6 +35,8 @@ SUMMARIES = {
     "quarters int8": "parts=4,dtype=int8",
     "eighths int8": "parts=8,dtype=int8",
     "mean and variance": "kind=meanvar",
+    "centroids": "kind=centroids",
+    "centroids int8": "kind=centroids,dtype=int8",
     "box X=1": "kind=minmax",
     "box X=0.25": "kind=minmax,box_scale=0.25",
     "box X=0": "kind=minmax,box_scale=0",

@@ -10,13 +10,14 @@ from torch import Tensor
 
 from tsattn import checks, pool
 from tsattn.cache_decode import DecodeMethods
+from tsattn.checks_statistics import metric_of
 from tsattn.config import SparseConfig, check_config
 from tsattn.dispatch import choose_impl
 from tsattn.ops import append_kv, rebuild_page_stats
 from tsattn.pages import PageBook, PoolExhausted
 from tsattn.quantisation import dequantise
 from tsattn.selection import NO_PAGE
-from tsattn.summaries import num_vectors
+from tsattn.summaries import SUMMARIES, check_page_size, num_vectors
 
 __all__ = ["PagedKVCache", "PoolExhausted"]
 
@@ -38,6 +39,9 @@ class PagedKVCache(DecodeMethods):
         The page summary, as in :class:`tsattn.SparseConfig`; :meth:`from_config` takes them from one.
     k_scale, v_scale : float or torch.Tensor, optional
         Dequantisation scales of a quantised cache, one number or fp32 [HKV]. int8 needs them; fp8 without them has scale 1.
+    metric : torch.Tensor, optional
+        [HKV, D] fp32, for kind "centroids": how much a channel counts in the clustering of keys, see :func:`tsattn.append_kv`.
+        It can be set as an attribute too, before the first append.
     device : torch.device or str
     impl : str
         Implementation that appends and decodes, "auto", "triton", "torch" or "reference".
@@ -51,6 +55,8 @@ class PagedKVCache(DecodeMethods):
         [num_pages, HKV, M, D]; a view of [HKV, num_pages, M, D] storage.
     page_stats_scale : torch.Tensor or None
         [num_pages, HKV, M] fp32 of int8 statistics, stored like them; None for others.
+    page_stats_weight : torch.Tensor or None
+        [num_pages, HKV, M] fp32 of kind "centroids", stored like the statistics; None for others.
 
     Notes
     -----
@@ -90,6 +96,7 @@ class PagedKVCache(DecodeMethods):
         parts: int = 2,
         k_scale: float | Tensor | None = None,
         v_scale: float | Tensor | None = None,
+        metric: Tensor | None = None,
         device: torch.device | str = "cpu",
         impl: str = "auto",
     ) -> None:
@@ -105,10 +112,14 @@ class PagedKVCache(DecodeMethods):
         self.k_cache = pool.new_blocks(*sizes, dtype=storage, device=device)
         self.v_cache = pool.new_blocks(*sizes, dtype=storage, device=device)
         sizes = num_pages, num_kv_heads, num_vectors(kind, parts), head_dim
+        check_page_size(kind, page_size)
         self.page_stats = pool.new_statistics(*sizes, dtype=stats_dtype, device=device)
-        self.page_stats_scale = None
-        if stats_dtype == torch.int8:
-            self.page_stats_scale = pool.new_statistics(*sizes[:-1], dtype=torch.float32, device=device)
+        self.page_stats_scale, self.page_stats_weight = (
+            pool.new_statistics(*sizes[:-1], dtype=torch.float32, device=device) if has_one else None
+            for has_one in (stats_dtype == torch.int8, SUMMARIES[kind].weighted)
+        )
+        self._is_written = False
+        self.metric = metric
         self.k_scale = checks.scale_of("k_scale", k_scale, self.k_cache)
         self.v_scale = checks.scale_of("v_scale", v_scale, self.v_cache)
         self._book = PageBook(num_pages, page_size)
@@ -126,6 +137,7 @@ class PagedKVCache(DecodeMethods):
         kv_dtype: torch.dtype | None = None,
         k_scale: float | Tensor | None = None,
         v_scale: float | Tensor | None = None,
+        metric: Tensor | None = None,
         device: torch.device | str = "cpu",
         impl: str = "auto",
     ) -> PagedKVCache:
@@ -135,7 +147,7 @@ class PagedKVCache(DecodeMethods):
         ----------
         config : SparseConfig
             Gives ``page_size``, ``kind``, ``parts`` and ``stats_dtype``.
-        num_pages, num_kv_heads, head_dim, dtype, kv_dtype, k_scale, v_scale, device, impl
+        num_pages, num_kv_heads, head_dim, dtype, kv_dtype, k_scale, v_scale, metric, device, impl
             As in :class:`PagedKVCache`.
         """
         check_config(config)
@@ -151,6 +163,7 @@ class PagedKVCache(DecodeMethods):
             parts=config.parts,
             k_scale=k_scale,
             v_scale=v_scale,
+            metric=metric,
             device=device,
             impl=impl,
         )
@@ -177,6 +190,18 @@ class PagedKVCache(DecodeMethods):
     def nbytes(self) -> int:
         """Bytes of keys, values and statistics together."""
         return sum(t.numel() * t.element_size() for t in self._tensors())
+
+    @property
+    def metric(self) -> Tensor | None:
+        """How much a channel counts in the clustering of kind "centroids", [HKV, D] fp32, or None."""
+        return self._metric
+
+    @metric.setter
+    def metric(self, metric: Tensor | None) -> None:
+        if self._is_written:
+            raise ValueError("metric must be set before the first append: pages are clustered by it already")
+        metric_of(self.kind, metric, *self.page_stats.shape[1::2])
+        self._metric = None if metric is None else metric.to(self.page_stats.device)
 
     def length(self, seq: int) -> int:
         """Tokens of a sequence."""
@@ -234,6 +259,8 @@ class PagedKVCache(DecodeMethods):
                 slots,
                 kind=self.kind,
                 page_stats_scale=self.page_stats_scale,
+                page_stats_weight=self.page_stats_weight,
+                metric=self.metric,
                 k_scale=self.k_scale,
                 v_scale=self.v_scale,
                 impl=self.impl,
@@ -242,6 +269,7 @@ class PagedKVCache(DecodeMethods):
             self._book.cancel(growth)
             raise
         self._book.settle(seqs, counts, growth)
+        self._is_written = self._is_written or any(counts)
         if growth.taken:
             self._table_of = None
 
@@ -272,6 +300,8 @@ class PagedKVCache(DecodeMethods):
                 torch.tensor([tail], dtype=torch.int32, device=device),
                 kind=self.kind,
                 page_stats_scale=self.page_stats_scale,
+                page_stats_weight=self.page_stats_weight,
+                metric=self.metric,
                 k_scale=self.k_scale,
                 impl=self.impl,
             )
@@ -295,8 +325,10 @@ class PagedKVCache(DecodeMethods):
             raise ValueError(f"num_pages must be at least the {old} pages of the pool, got {num_pages}")
         blocks = [pool.enlarged(cache, num_pages, pool.new_blocks) for cache in (self.k_cache, self.v_cache)]
         statistics = pool.enlarged(self.page_stats, num_pages, pool.new_statistics)
-        if self.page_stats_scale is not None:
-            self.page_stats_scale = pool.enlarged(self.page_stats_scale, num_pages, pool.new_statistics)
+        self.page_stats_scale, self.page_stats_weight = (
+            None if numbers is None else pool.enlarged(numbers, num_pages, pool.new_statistics)
+            for numbers in (self.page_stats_scale, self.page_stats_weight)
+        )
         (self.k_cache, self.v_cache), self.page_stats = blocks, statistics
         self._book.grow(num_pages)
 
@@ -340,8 +372,8 @@ class PagedKVCache(DecodeMethods):
 
     def _tensors(self) -> list[Tensor]:
         """All that a page owns."""
-        scale = [] if self.page_stats_scale is None else [self.page_stats_scale]
-        return [self.k_cache, self.v_cache, self.page_stats, *scale]
+        of_vectors = [x for x in (self.page_stats_scale, self.page_stats_weight) if x is not None]
+        return [self.k_cache, self.v_cache, self.page_stats, *of_vectors]
 
     def _copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
         for old, new in copies:

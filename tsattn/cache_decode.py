@@ -22,6 +22,7 @@ class DecodeMethods(ABC):
     v_cache: Tensor
     page_stats: Tensor
     page_stats_scale: Tensor | None
+    page_stats_weight: Tensor | None
     k_scale: Tensor | None
     v_scale: Tensor | None
 
@@ -76,6 +77,7 @@ class DecodeMethods(ABC):
             *paged,
             config=config,
             page_stats_scale=self.page_stats_scale,
+            page_stats_weight=self.page_stats_weight,
             softmax_scale=softmax_scale,
             softcap=softcap,
             sinks=sinks,

@@ -11,6 +11,7 @@ import math
 import torch
 from torch import Tensor
 
+from tsattn.checks_statistics import kind_of, metric_of, statistics
 from tsattn.checks_tensor import (
     FLOAT_DTYPES,
     INDEX_DTYPES,
@@ -25,13 +26,7 @@ from tsattn.checks_tensor import (
 )
 from tsattn.quantisation import QUANTISED_DTYPES
 from tsattn.selection import PageSelection
-from tsattn.summaries import GROUP_REDUCTIONS, STATS_DTYPES, SUMMARIES
-
-
-def kind_of(kind: str) -> None:
-    """Refuse an unknown summary kind."""
-    if not isinstance(kind, str) or kind not in SUMMARIES:
-        raise ValueError(f"kind must be one of {tuple(SUMMARIES)}, got {kind!r}")
+from tsattn.summaries import GROUP_REDUCTIONS, STATS_DTYPES, Stored, check_page_size
 
 
 def page_size_of(page_size: int) -> None:
@@ -66,34 +61,6 @@ def _caches(k_cache: Tensor, v_cache: Tensor) -> None:
     shape("v_cache", v_cache, k_cache.shape, "of k_cache [num_pages, S, HKV, D]")
     if v_cache.dtype != k_cache.dtype:
         raise TypeError(f"v_cache must have k_cache's dtype {k_cache.dtype}, got {v_cache.dtype}")
-
-
-def _statistics(
-    page_stats: Tensor, page_stats_scale: Tensor | None, kind: str | None, num_pages: int | None, heads_kv: int | None, dim: int
-) -> None:
-    tensor("page_stats", page_stats, 4, STATS_DTYPES, "[num_pages, HKV, M, D]")
-    m = page_stats.shape[2]
-    pages = page_stats.shape[0] if num_pages is None else num_pages
-    heads = page_stats.shape[1] if heads_kv is None else heads_kv
-    shape("page_stats", page_stats, (pages, heads, m, dim), "[num_pages, HKV, M, D]")
-    if kind is not None and m not in SUMMARIES[kind].parts_choices:
-        raise ValueError(f"page_stats must have M in {SUMMARIES[kind].parts_choices} for kind {kind!r}, got M = {m}")
-    if page_stats.numel() and (page_stats.stride(3) != 1 or (m > 1 and page_stats.stride(2) != dim)):
-        raise ValueError(f"page_stats must have contiguous (M, D) rows, got strides {page_stats.stride()}")
-    _statistics_scale(page_stats, page_stats_scale)
-
-
-def _statistics_scale(page_stats: Tensor, scale: Tensor | None) -> None:
-    if page_stats.dtype != torch.int8:
-        if scale is not None:
-            raise ValueError(f"page_stats_scale belongs to int8 page_stats, but page_stats is {page_stats.dtype}")
-        return
-    if scale is None:
-        raise ValueError("page_stats_scale is needed for int8 page_stats")
-    tensor("page_stats_scale", scale, 3, (torch.float32,), "[num_pages, HKV, M]")
-    shape("page_stats_scale", scale, page_stats.shape[:3], "of page_stats [num_pages, HKV, M]")
-    if scale.numel() and scale.shape[2] > 1 and scale.stride(2) != 1:
-        raise ValueError(f"page_stats_scale must have contiguous M (last stride 1), got strides {scale.stride()}")
 
 
 def _table(page_table: Tensor, seq_lens: Tensor, rows: int | None) -> None:
@@ -144,15 +111,16 @@ def append(
     v: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    page_stats: Tensor,
-    page_stats_scale: Tensor | None,
+    stored: Stored,
     slots: Tensor,
     kind: str,
+    metric: Tensor | None,
 ) -> None:
     """Shapes, dtypes and devices of :func:`tsattn.append_kv`."""
     kind_of(kind)
     _caches(k_cache, v_cache)
-    num_pages, _, heads_kv, dim = k_cache.shape
+    num_pages, page_size, heads_kv, dim = k_cache.shape
+    check_page_size(kind, page_size)
     tensor("slot_mapping", slots, 1, INDEX_DTYPES, "[T]")
     for name, new in (("k", k), ("v", v)):
         tensor(name, new, 3, FLOAT_DTYPES, "[T, HKV, D]")
@@ -160,34 +128,33 @@ def append(
         channels_contiguous(name, new)
         if k_cache.dtype not in QUANTISED_DTYPES and new.dtype != k_cache.dtype:
             raise TypeError(f"{name} must have the cache's dtype {k_cache.dtype}, got {new.dtype}")
-    _statistics(page_stats, page_stats_scale, kind, num_pages, heads_kv, dim)
-    written = {"k_cache": k_cache, "v_cache": v_cache, "page_stats": page_stats, "page_stats_scale": page_stats_scale}
-    tensors = {"k": k, "v": v, **written, "slot_mapping": slots}
+    statistics(stored, kind, num_pages, heads_kv, dim)
+    metric_of(kind, metric, heads_kv, dim)
+    written = {"k_cache": k_cache, "v_cache": v_cache, **stored.named()}
+    tensors = {"k": k, "v": v, **written, "slot_mapping": slots, "metric": metric}
     same_device(tensors)
     no_gradient(tensors)
     writable(written)
 
 
-def rebuild(
-    k_cache: Tensor, page_stats: Tensor, page_stats_scale: Tensor | None, page_table: Tensor, seq_lens: Tensor, kind: str
-) -> None:
+def rebuild(k_cache: Tensor, stored: Stored, page_table: Tensor, seq_lens: Tensor, kind: str, metric: Tensor | None) -> None:
     """Shapes, dtypes and devices of :func:`tsattn.rebuild_page_stats`."""
     kind_of(kind)
     _cache("k_cache", k_cache)
-    num_pages, _, heads_kv, dim = k_cache.shape
-    _statistics(page_stats, page_stats_scale, kind, num_pages, heads_kv, dim)
+    num_pages, page_size, heads_kv, dim = k_cache.shape
+    check_page_size(kind, page_size)
+    statistics(stored, kind, num_pages, heads_kv, dim)
+    metric_of(kind, metric, heads_kv, dim)
     _table(page_table, seq_lens, None)
-    written = {"page_stats": page_stats, "page_stats_scale": page_stats_scale}
-    tensors = {"k_cache": k_cache, **written, "page_table": page_table, "seq_lens": seq_lens}
+    tensors = {"k_cache": k_cache, **stored.named(), "page_table": page_table, "seq_lens": seq_lens, "metric": metric}
     same_device(tensors)
     no_gradient(tensors)
-    writable(written)
+    writable(stored.named())
 
 
 def score(
     q: Tensor,
-    page_stats: Tensor,
-    page_stats_scale: Tensor | None,
+    stored: Stored,
     page_table: Tensor,
     seq_lens: Tensor,
     out: Tensor | None,
@@ -202,10 +169,10 @@ def score(
     kind_of(kind)
     if group_reduce not in GROUP_REDUCTIONS:
         raise ValueError(f"group_reduce must be one of {GROUP_REDUCTIONS}, got {group_reduce!r}")
-    tensor("page_stats", page_stats, 4, STATS_DTYPES, "[num_pages, HKV, M, D]")
+    page_stats = tensor("page_stats", stored.page_stats, 4, STATS_DTYPES, "[num_pages, HKV, M, D]")
     heads_kv = page_stats.shape[1]
     _query(q, heads_kv)
-    _statistics(page_stats, page_stats_scale, kind, None, None, q.shape[2])
+    statistics(stored, kind, None, None, q.shape[2])
     _table(page_table, seq_lens, q.shape[0])
     box: Tensor | None = None
     if isinstance(box_scale, Tensor):
@@ -219,8 +186,7 @@ def score(
         heads = q.shape[1] if group_reduce == "none" else heads_kv
         tensor("out", out, 3, (torch.float32,), "[R, H, N]")
         shape("out", out, (q.shape[0], heads, page_table.shape[1]), "[R, H, N]")
-    stored = {"page_stats": page_stats, "page_stats_scale": page_stats_scale}
-    tensors = {"q": q, **stored, "page_table": page_table, "seq_lens": seq_lens, "box_scale": box, "out": out}
+    tensors = {"q": q, **stored.named(), "page_table": page_table, "seq_lens": seq_lens, "box_scale": box, "out": out}
     same_device(tensors)
     no_gradient(tensors)
     writable({"out": out})
@@ -347,20 +313,18 @@ def attend(
     writable({"out": out})
 
 
-def decode(
-    k_cache: Tensor, page_stats: Tensor, page_stats_scale: Tensor | None, page_size: int, kind: str, vectors: int
-) -> None:
+def decode(k_cache: Tensor, stored: Stored, page_size: int, kind: str, vectors: int) -> None:
     """That cache, statistics and configuration of a sparse decode belong together."""
     _cache("k_cache", k_cache)
     num_pages, cache_page_size, heads_kv, dim = k_cache.shape
     if cache_page_size != page_size:
         raise ValueError(f"config.page_size is {page_size}, but k_cache has pages of {cache_page_size} tokens")
-    _statistics(page_stats, page_stats_scale, kind, num_pages, heads_kv, dim)
-    stored = {"page_stats": page_stats, "page_stats_scale": page_stats_scale}
-    same_device({"k_cache": k_cache, **stored})
-    no_gradient(stored)
-    if page_stats.shape[2] != vectors:
-        raise ValueError(f"config stores {vectors} vectors per page, but page_stats has M = {page_stats.shape[2]}")
+    statistics(stored, kind, num_pages, heads_kv, dim)
+    same_device({"k_cache": k_cache, **stored.named()})
+    no_gradient(stored.named())
+    held = stored.page_stats.shape[2]
+    if held != vectors:
+        raise ValueError(f"config stores {vectors} vectors per page, but page_stats has M = {held}")
 
 
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, out: Tensor | None, lse: Tensor | None) -> None:

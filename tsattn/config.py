@@ -9,7 +9,7 @@ from typing import Any, SupportsIndex
 
 import torch
 
-from tsattn.summaries import GROUP_REDUCTIONS, KINDS, STATS_DTYPES, num_vectors
+from tsattn.summaries import GROUP_REDUCTIONS, KINDS, STATS_DTYPES, check_page_size, num_vectors
 
 PLANS = ("auto", "separate", "two", "ticket", "row")
 
@@ -30,7 +30,7 @@ class SparseConfig:
     sink_pages, recent_pages : int
         Pages that are always kept: the first and the last ones. ``recent_pages >= 1``, so that the page of the
         current token is always read. The bare :func:`tsattn.select_pages` has 1 recent page by default.
-    kind : {"means", "minmax", "meanvar"}
+    kind : {"means", "minmax", "meanvar", "centroids"}
         What a page stores of its keys, see :mod:`tsattn.summaries`. The statistics that a decode step is given must have been
         written with the same kind.
     parts : int
@@ -113,6 +113,7 @@ class SparseConfig:
             if getattr(self, name) not in allowed:
                 raise ValueError(f"SparseConfig.{name} must be one of {allowed}, got {getattr(self, name)!r}")
         num_vectors(self.kind, self.parts)
+        check_page_size(self.kind, self.page_size)
         if isinstance(self.box_scale, bool) or not isinstance(self.box_scale, int | float):
             raise TypeError(f"SparseConfig.box_scale must be a float, got {self.box_scale!r}")
         if not 0.0 <= self.box_scale <= 1.0e6:

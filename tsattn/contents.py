@@ -87,6 +87,13 @@ def scale(name: str, value: Tensor | None) -> None:
         raise ValueError(f"{name} must be finite and positive, got {value.tolist()}")
 
 
+def metric(value: Tensor | None) -> None:
+    """A metric of the keys is finite and not negative."""
+    if value is not None and value.device.type == "cpu" and not bool((value.isfinite() & (value >= 0)).all()):
+        wrong = value[~(value.isfinite() & (value >= 0))]
+        raise ValueError(f"metric must be finite and >= 0, got {float(wrong[0])} among its values")
+
+
 def box(value: Tensor | None) -> None:
     """A box scale per KV head is finite and not negative."""
     if value is not None and value.device.type == "cpu" and not bool((value.isfinite() & (value >= 0)).all()):

@@ -84,12 +84,14 @@ class Layer:
     ----------
     heads_q, heads_kv, head_dim, page_size, vectors : int
         HQ, HKV, D, S and M.
-    kind : {"means", "minmax", "meanvar"}
+    kind : {"means", "minmax", "meanvar", "centroids"}
         The page summary.
     q_size, kv_size, stats_size : int
         Bytes of an element of q and out, of K and V, of the statistics: 1 for int8 codes, with an fp32 scale per vector.
     scales : bool
         Whether K and V have a scale per head.
+    metric : bool
+        Whether kind "centroids" has a metric per head.
     per_query_head : bool
         Lists per query head instead of per KV head.
     """
@@ -104,6 +106,7 @@ class Layer:
     kv_size: int = 2
     stats_size: int = 2
     scales: bool = False
+    metric: bool = False
     per_query_head: bool = False
 
     @property
@@ -123,7 +126,7 @@ class Layer:
 
     @property
     def page_summary(self) -> int:
-        """Bytes of one page's statistics in one KV head, without scales."""
+        """Bytes of one page's vectors in one KV head."""
         return self.vectors * self.head_dim * self.stats_size
 
     @property
@@ -131,9 +134,19 @@ class Layer:
         """Bytes of the scales of one page's statistics in one KV head."""
         return 4 * self.vectors if self.stats_size == 1 else 0
 
+    @property
+    def page_weights(self) -> int:
+        """Bytes of the weights of one page's vectors in one KV head."""
+        return 4 * self.vectors if self.kind == "centroids" else 0
+
     def statistics(self, pages: int = 1) -> dict[str, int]:
         """Bytes of the statistics of pages in one KV head, by tensor."""
-        return {"page_stats": pages * self.page_summary, "page_stats_scale": pages * self.page_scales}
+        of_page = {
+            "page_stats": self.page_summary,
+            "page_stats_scale": self.page_scales,
+            "page_stats_weight": self.page_weights,
+        }
+        return {name: pages * size for name, size in of_page.items()}
 
     def pages(self, length: int) -> int:
         """P, pages of a row."""
@@ -176,7 +189,7 @@ def sparse_floor(layer: Layer, lengths: Sequence[int], budget: int) -> Cost:
 
 def ideal_speedup(layer: Layer, length: int, budget: int) -> float:
     """Bytes of K and V in dense decoding over statistics and selected tokens, for long rows: q, out and page ends left out."""
-    return 1.0 / ((layer.page_summary + layer.page_scales) / (layer.page_size * layer.token) + budget / length)
+    return 1.0 / (sum(layer.statistics().values()) / (layer.page_size * layer.token) + budget / length)
 
 
 @dataclass(frozen=True)

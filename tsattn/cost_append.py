@@ -24,8 +24,9 @@ def append_floor(layer: Layer, tokens: int, fills: Sequence[int], new_size: int)
     """
     row = layer.head_dim * tokens
     page = layer.head_dim * layer.kv_size * sum(fills)
+    metric = max((_metric(layer, fill) for fill in fills), default=0)
     written = {"k_cache": row * layer.kv_size, "v_cache": row * layer.kv_size, **layer.statistics(len(fills))}
-    return Cost({"k": row * new_size, "v": row * new_size, "k_cache": page}, written) * layer.heads_kv
+    return Cost({"k": row * new_size, "v": row * new_size, "k_cache": page, "metric": metric}, written) * layer.heads_kv
 
 
 def append(
@@ -78,11 +79,17 @@ def _page(
         "k_cache": layer.head_dim * layer.kv_size * fill,
         "k_scale": F32 if layer.scales else 0,
         "v_scale": F32 if layer.scales else 0,
+        "metric": _metric(layer, fill),
     }
     return Cost(
         reads,
         {"k_cache": written * layer.kv_size, "v_cache": written * layer.kv_size, **layer.statistics()},
     )
+
+
+def _metric(layer: Layer, fill: int) -> int:
+    """Bytes of a head's metric that a page with so many keys takes: only a full one is clustered."""
+    return F32 * layer.head_dim if layer.metric and fill == layer.page_size else 0
 
 
 def rebuild(layer: Layer, rows: Sequence[Sequence[tuple[int, int]]], cells: int) -> Cost:
@@ -101,6 +108,7 @@ def rebuild(layer: Layer, rows: Sequence[Sequence[tuple[int, int]]], cells: int)
             "page_table": I32,
             "page_fill": I32,
             "k_scale": F32 if layer.scales else 0,
+            "metric": _metric(layer, fill),
             "k_cache": layer.head_dim * layer.kv_size * fill,
         }
         cost += Cost(reads, layer.statistics())

@@ -88,7 +88,7 @@ def score(
     plan : str
         As ``SparseConfig.plan``: by a fused plan only a row's own pages have scores.
     """
-    block_m = pow2(layer.vectors) if layer.kind == "means" or layer.page_scales else 1
+    block_m = pow2(layer.vectors) if layer.kind in ("means", "centroids") or layer.page_scales else 1
     pages = max(16 // block_m, 2 * tiles.BLOCK_P // pow2(layer.vectors), 1)
     cost = total(_score_row(layer, n, cells, pages, reduce, boxes, plan) for n in lengths)
     if reduce in WHOLE_ROWS:

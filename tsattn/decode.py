@@ -14,6 +14,7 @@ from tsattn.certificate import unread_mass_bound
 from tsattn.config import SparseConfig
 from tsattn.dispatch import choose_impl
 from tsattn.selection import PageSelection
+from tsattn.summaries import Stored
 from tsattn.workspace import DecodeWorkspace, check_workspace, list_width
 
 _RESULT_FIELDS = ("out", "lse", "selection", "bound")
@@ -38,8 +39,7 @@ def check_step(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    page_stats: Tensor,
-    page_stats_scale: Tensor | None,
+    stored: Stored,
     page_table: Tensor,
     seq_lens: Tensor,
     config: SparseConfig,
@@ -50,7 +50,7 @@ def check_step(
     """Refuse what a sparse step can't be made of."""
     if not isinstance(config, SparseConfig):
         raise TypeError(f"config must be a SparseConfig, got {type(config).__name__}")
-    checks.decode(k_cache, page_stats, page_stats_scale, config.page_size, config.kind, config.vectors)
+    checks.decode(k_cache, stored, config.page_size, config.kind, config.vectors)
     checks.attend(q, k_cache, v_cache, page_table, seq_lens, None, out, softcap=softcap, sinks=sinks, window=None)
 
 
@@ -87,6 +87,7 @@ def sparse_decode(
     *,
     config: SparseConfig,
     page_stats_scale: Tensor | None = None,
+    page_stats_weight: Tensor | None = None,
     softmax_scale: float | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
@@ -112,6 +113,8 @@ def sparse_decode(
         What to keep.
     page_stats_scale : torch.Tensor, optional
         [num_pages, HKV, M] fp32, the scales of int8 statistics.
+    page_stats_weight : torch.Tensor, optional
+        [num_pages, HKV, M] fp32, the weights of kind "centroids".
     return_lse, return_selection, return_bound : bool
         Also return the LSE [R, HQ]; the :class:`PageSelection`; and, with min/max statistics, an upper bound [R, HQ] on the
         attention mass of dense attention that lies on pages that were not read.
@@ -148,7 +151,8 @@ def sparse_decode(
     >>> result.out.shape, result.selection.page_counts.tolist()
     (torch.Size([2, 8, 32]), [[8, 8], [6, 6]])
     """
-    check_step(q, k_cache, v_cache, page_stats, page_stats_scale, page_table, seq_lens, config, out, softcap, sinks)
+    stored = Stored(page_stats, page_stats_scale, page_stats_weight)
+    check_step(q, k_cache, v_cache, stored, page_table, seq_lens, config, out, softcap, sinks)
     impl = choose_impl(impl, q.device)
     check_plan(config, impl)
     check_workspace(workspace)
@@ -176,8 +180,7 @@ def sparse_decode(
         q,
         k_cache,
         v_cache,
-        page_stats,
-        page_stats_scale,
+        *stored,
         page_table,
         seq_lens,
         budgets_of(config, seq_lens, num_cells * config.page_size, workspace),

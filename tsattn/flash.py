@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from tsattn import checks, contents
+from tsattn.checks_statistics import metric_of
 from tsattn.checks_tensor import INDEX_DTYPES, no_gradient, writable
 from tsattn.config import SparseConfig, check_config
 from tsattn.decode import check_plan, sparse_decode
 from tsattn.dispatch import choose_impl
 from tsattn.ops import append_kv, rebuild_page_stats
+from tsattn.summaries import SUMMARIES, Stored
 
 # Arguments of flash_attn_with_kvcache that mean something which is not served, and the value that means nothing.
 _REFUSED: dict[str, Any] = {
@@ -110,6 +112,8 @@ def sparse_attn_with_kvcache(
     *,
     page_stats: Tensor | None = None,
     page_stats_scale: Tensor | None = None,
+    page_stats_weight: Tensor | None = None,
+    metric: Tensor | None = None,
     cache_seqlens: int | Tensor,
     block_table: Tensor | None = None,
     token_budget: int = 1024,
@@ -141,6 +145,10 @@ def sparse_attn_with_kvcache(
         them: the same result, but every key is read, so it is right for a first try, not for speed.
     page_stats_scale : torch.Tensor, optional
         [num_pages, HKV, M] fp32, the scales of int8 ``page_stats``, kept with them.
+    page_stats_weight : torch.Tensor, optional
+        [num_pages, HKV, M] fp32, the weights of kind "centroids", kept with ``page_stats``.
+    metric : torch.Tensor, optional
+        [HKV, D] fp32, of kind "centroids", as in :func:`tsattn.append_kv`.
     cache_seqlens : int or torch.Tensor
         Tokens in the cache before k and v are appended, one number or [B] int32.
     block_table : torch.Tensor, optional
@@ -244,10 +252,14 @@ def sparse_attn_with_kvcache(
         stats_dtype = config.stats_dtype or q.dtype
         shape = (k_pages.shape[0], k_pages.shape[2], config.vectors, dim)
         page_stats = torch.zeros(shape, dtype=stats_dtype, device=q.device)
-        if page_stats_scale is not None:
-            raise ValueError("page_stats_scale belongs to int8 page_stats, but page_stats is None")
+        for name, given in (("page_stats_scale", page_stats_scale), ("page_stats_weight", page_stats_weight)):
+            if given is not None:
+                raise ValueError(f"{name} belongs to page_stats, but page_stats is None")
         if stats_dtype == torch.int8:
             page_stats_scale = torch.zeros(shape[:-1], dtype=torch.float32, device=q.device)
+        if SUMMARIES[config.kind].weighted:
+            page_stats_weight = torch.zeros(shape[:-1], dtype=torch.float32, device=q.device)
+    stored = Stored(page_stats, page_stats_scale, page_stats_weight)
     rows = q.reshape(batch * queries, heads_q, dim)
     lengths, table = total, block_table
     if queries != 1:
@@ -256,7 +268,8 @@ def sparse_attn_with_kvcache(
         table = block_table.repeat_interleave(queries, dim=0)
     # All that can be wrong is refused here: nothing is appended by a call that fails.
     check_plan(config, choose_impl(impl, q.device))
-    checks.decode(k_pages, page_stats, page_stats_scale, page_size, config.kind, config.vectors)
+    checks.decode(k_pages, stored, page_size, config.kind, config.vectors)
+    metric_of(config.kind, metric, *k_pages.shape[2:])
     checks.attend(rows, k_pages, v_pages, table, lengths, None, None, softcap=softcap, sinks=None, window=None)
     checks.softmax_scale_of(softmax_scale, dim)
     k_scale, v_scale = checks.scale_of("k_scale", k_scale, k_pages), checks.scale_of("v_scale", v_scale, v_pages)
@@ -271,12 +284,15 @@ def sparse_attn_with_kvcache(
             _new_slots(block_table, before, count, page_size),
             kind=config.kind,
             page_stats_scale=page_stats_scale,
+            page_stats_weight=page_stats_weight,
+            metric=metric,
             k_scale=k_scale,
             v_scale=v_scale,
             impl=impl,
         )
     if fresh:
-        options: dict[str, Any] = {"kind": config.kind, "page_stats_scale": page_stats_scale, "k_scale": k_scale, "impl": impl}
+        options: dict[str, Any] = {"page_stats_scale": page_stats_scale, "page_stats_weight": page_stats_weight}
+        options |= {"kind": config.kind, "metric": metric, "k_scale": k_scale, "impl": impl}
         rebuild_page_stats(k_pages, page_stats, block_table, total, **options)
     result, lse = sparse_decode(
         rows,
@@ -287,6 +303,7 @@ def sparse_attn_with_kvcache(
         lengths,
         config=config,
         page_stats_scale=page_stats_scale,
+        page_stats_weight=page_stats_weight,
         softmax_scale=softmax_scale,
         softcap=softcap,
         k_scale=k_scale,

@@ -53,10 +53,12 @@ def _append_kv(
     v_cache: Tensor,
     page_stats: Tensor,
     page_stats_scale: Tensor | None,
+    page_stats_weight: Tensor | None,
     slot_mapping: Tensor,
     kind: str,
     k_scale: Tensor | None,
     v_scale: Tensor | None,
+    metric: Tensor | None,
     impl: str,
 ) -> None:
     contents.slots(slot_mapping, k_cache.shape[0] * k_cache.shape[1])
@@ -65,8 +67,10 @@ def _append_kv(
         contents.apart(name, new, "v_cache", v_cache)
     contents.scale("k_scale", k_scale)
     contents.scale("v_scale", v_scale)
+    contents.metric(metric)
     if k.shape[0]:
-        options: dict[str, Any] = {"kind": kind, "k_scale": k_scale, "v_scale": v_scale, "page_stats_scale": page_stats_scale}
+        options: dict[str, Any] = {"kind": kind, "k_scale": k_scale, "v_scale": v_scale, "metric": metric}
+        options |= {"page_stats_scale": page_stats_scale, "page_stats_weight": page_stats_weight}
         run(impl, "append", k, v, k_cache, v_cache, page_stats, slot_mapping, **options)
 
 
@@ -74,16 +78,20 @@ def _rebuild_page_stats(
     k_cache: Tensor,
     page_stats: Tensor,
     page_stats_scale: Tensor | None,
+    page_stats_weight: Tensor | None,
     page_table: Tensor,
     seq_lens: Tensor,
     kind: str,
     k_scale: Tensor | None,
+    metric: Tensor | None,
     impl: str,
 ) -> None:
     contents.table(page_table, seq_lens, k_cache.shape[1], k_cache.shape[0])
     contents.scale("k_scale", k_scale)
+    contents.metric(metric)
     if page_table.numel():
-        options: dict[str, Any] = {"kind": kind, "k_scale": k_scale, "page_stats_scale": page_stats_scale}
+        options: dict[str, Any] = {"kind": kind, "k_scale": k_scale, "metric": metric}
+        options |= {"page_stats_scale": page_stats_scale, "page_stats_weight": page_stats_weight}
         run(impl, "rebuild", k_cache, page_stats, page_table, seq_lens, **options)
 
 
@@ -91,6 +99,7 @@ def _score_pages(
     q: Tensor,
     page_stats: Tensor,
     page_stats_scale: Tensor | None,
+    page_stats_weight: Tensor | None,
     page_table: Tensor,
     seq_lens: Tensor,
     scores: Tensor,
@@ -120,6 +129,7 @@ def _score_pages(
             softmax_scale=softmax_scale,
             group_reduce=group_reduce,
             page_stats_scale=page_stats_scale,
+            page_stats_weight=page_stats_weight,
             scratch=Scratch(scratch, q.device),
         )
 
@@ -220,6 +230,7 @@ def _sparse_decode(
     v_cache: Tensor,
     page_stats: Tensor,
     page_stats_scale: Tensor | None,
+    page_stats_weight: Tensor | None,
     page_table: Tensor,
     seq_lens: Tensor,
     budget: Tensor | None,
@@ -256,6 +267,7 @@ def _sparse_decode(
     written = page_ids, page_counts, out, lse
     options: dict[str, Any] = {
         "page_stats_scale": page_stats_scale,
+        "page_stats_weight": page_stats_weight,
         "kind": kind,
         "box_scale": box_scale,
         "group_reduce": group_reduce,
@@ -306,8 +318,8 @@ def _merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, ou
         run(impl, "merge", out_a, lse_a, out_b, lse_b, out, lse)
 
 
-append_kv = _op("append_kv", ("k_cache", "v_cache", "page_stats", "page_stats_scale"))(_append_kv)
-rebuild_page_stats = _op("rebuild_page_stats", ("page_stats", "page_stats_scale"))(_rebuild_page_stats)
+append_kv = _op("append_kv", ("k_cache", "v_cache", "page_stats", "page_stats_scale", "page_stats_weight"))(_append_kv)
+rebuild_page_stats = _op("rebuild_page_stats", ("page_stats", "page_stats_scale", "page_stats_weight"))(_rebuild_page_stats)
 score_pages = _op("score_pages", ("scores", "scratch"))(_score_pages)
 select_pages = _op("select_pages", ("page_ids", "page_counts", "scratch"))(_select_pages)
 attend_pages = _op("attend_pages", ("out", "lse", "scratch"))(_attend_pages)

@@ -13,6 +13,7 @@ from torch import Tensor
 from tsattn import checks, library
 from tsattn.dispatch import choose_impl
 from tsattn.selection import PageSelection
+from tsattn.summaries import Stored
 from tsattn.workspace import DecodeWorkspace, check_workspace
 
 
@@ -26,6 +27,8 @@ def append_kv(
     *,
     kind: str,
     page_stats_scale: Tensor | None = None,
+    page_stats_weight: Tensor | None = None,
+    metric: Tensor | None = None,
     k_scale: float | Tensor | None = None,
     v_scale: float | Tensor | None = None,
     impl: str = "auto",
@@ -48,6 +51,12 @@ def append_kv(
     page_stats_scale : torch.Tensor, optional
         [num_pages, HKV, M] fp32, M contiguous: of int8 statistics, which need it; a stored value is code * scale. Written like
         them.
+    page_stats_weight : torch.Tensor, optional
+        [num_pages, HKV, M] fp32, M contiguous: of kind "centroids", which needs it; ln of the share of the page's keys that a
+        vector is the mean of. Written like them.
+    metric : torch.Tensor, optional
+        [HKV, D] fp32, of kind "centroids": how much a channel's squared differences count in the clustering; None is 1 for all.
+        The variance of the queries per channel makes keys near that get like scores. All calls on a page need the same one.
     k_scale, v_scale : float or torch.Tensor, optional
         Dequantisation scale of a quantised cache, one number or fp32 [HKV]; fp8 without one has scale 1.
     impl : str
@@ -63,10 +72,11 @@ def append_kv(
     ValueError, TypeError
         Before anything is written.
     """
-    checks.append(k, v, k_cache, v_cache, page_stats, page_stats_scale, slot_mapping, kind)
+    stored = Stored(page_stats, page_stats_scale, page_stats_weight)
+    checks.append(k, v, k_cache, v_cache, stored, slot_mapping, kind, metric)
     scales = checks.scale_of("k_scale", k_scale, k_cache), checks.scale_of("v_scale", v_scale, v_cache)
     impl = choose_impl(impl, k.device)
-    library.append_kv(k, v, k_cache, v_cache, page_stats, page_stats_scale, slot_mapping, kind, *scales, impl)
+    library.append_kv(k, v, k_cache, v_cache, *stored, slot_mapping, kind, *scales, metric, impl)
 
 
 def rebuild_page_stats(
@@ -77,6 +87,8 @@ def rebuild_page_stats(
     *,
     kind: str,
     page_stats_scale: Tensor | None = None,
+    page_stats_weight: Tensor | None = None,
+    metric: Tensor | None = None,
     k_scale: float | Tensor | None = None,
     impl: str = "auto",
 ) -> None:
@@ -87,17 +99,18 @@ def rebuild_page_stats(
 
     Parameters
     ----------
-    k_cache, page_stats, kind, page_stats_scale, k_scale, impl
+    k_cache, page_stats, kind, page_stats_scale, page_stats_weight, metric, k_scale, impl
         As in :func:`append_kv`.
     page_table : torch.Tensor
         [R, N] int32 or int64, logical to physical page; a cell behind a row's last page is never read.
     seq_lens : torch.Tensor
         [R] int32 or int64, tokens in the cache.
     """
-    checks.rebuild(k_cache, page_stats, page_stats_scale, page_table, seq_lens, kind)
+    stored = Stored(page_stats, page_stats_scale, page_stats_weight)
+    checks.rebuild(k_cache, stored, page_table, seq_lens, kind, metric)
     scale = checks.scale_of("k_scale", k_scale, k_cache)
     impl = choose_impl(impl, k_cache.device)
-    library.rebuild_page_stats(k_cache, page_stats, page_stats_scale, page_table, seq_lens, kind, scale, impl)
+    library.rebuild_page_stats(k_cache, *stored, page_table, seq_lens, kind, scale, metric, impl)
 
 
 def score_pages(
@@ -109,6 +122,7 @@ def score_pages(
     page_size: int,
     kind: str,
     page_stats_scale: Tensor | None = None,
+    page_stats_weight: Tensor | None = None,
     box_scale: float | Tensor = 1.0,
     softmax_scale: float | None = None,
     group_reduce: str = "max",
@@ -122,7 +136,7 @@ def score_pages(
     ----------
     q : torch.Tensor
         [R, HQ, D], after RoPE, channels contiguous.
-    page_stats, page_table, seq_lens, kind, page_stats_scale, impl
+    page_stats, page_table, seq_lens, kind, page_stats_scale, page_stats_weight, impl
         As in :func:`append_kv` and :func:`rebuild_page_stats`.
     page_size : int
         S.
@@ -148,12 +162,13 @@ def score_pages(
     Notes
     -----
     minmax: ``a * (q.c + X * |q|.w)``, c and w the middle and half range of the page's keys per channel, a the softmax scale.
-    means: ``logsumexp_j(a * q.m_j) - log(parts)``. meanvar: ``a * q.mean + a^2/2 * (q*q).var``.
+    means: ``logsumexp_j(a * q.m_j) - log(parts)``. meanvar: ``a * q.mean + a^2/2 * (q*q).var``. centroids:
+    ``logsumexp_j(a * q.c_j + w_j)``, w the weights.
     """
+    stored = Stored(page_stats, page_stats_scale, page_stats_weight)
     checks.score(
         q,
-        page_stats,
-        page_stats_scale,
+        stored,
         page_table,
         seq_lens,
         out,
@@ -171,7 +186,7 @@ def score_pages(
     check_workspace(workspace)
     scratch = None if workspace is None else workspace.scratch
     ranking = page_size, kind, box, boxes, scale, group_reduce
-    library.score_pages(q, page_stats, page_stats_scale, page_table, seq_lens, out, *ranking, scratch, impl)
+    library.score_pages(q, *stored, page_table, seq_lens, out, *ranking, scratch, impl)
     return out
 
 

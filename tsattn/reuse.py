@@ -12,6 +12,7 @@ from tsattn.config import SparseConfig
 from tsattn.decode import budgets_of, check_step, results_of, sparse_decode
 from tsattn.ops import score_pages, select_pages
 from tsattn.selection import PageSelection
+from tsattn.summaries import Stored
 from tsattn.workspace import list_width
 
 
@@ -79,6 +80,7 @@ class SelectionState:
         seq_lens: Tensor,
         *,
         page_stats_scale: Tensor | None = None,
+        page_stats_weight: Tensor | None = None,
         softmax_scale: float | None = None,
         softcap: float = 0.0,
         sinks: Tensor | None = None,
@@ -97,7 +99,7 @@ class SelectionState:
             Also if the number of rows is not that of the scores, see :meth:`forget`.
         """
         config = self.config
-        paged = page_table, seq_lens
+        stored, paged = Stored(page_stats, page_stats_scale, page_stats_weight), (page_table, seq_lens)
         options: dict[str, Any] = {
             "softmax_scale": softmax_scale,
             "softcap": softcap,
@@ -109,17 +111,18 @@ class SelectionState:
             "impl": impl,
         }
         if config.reselect_every == 1:
-            options |= {"config": config, "page_stats_scale": page_stats_scale, "return_selection": True}
+            options |= {"page_stats_scale": page_stats_scale, "page_stats_weight": page_stats_weight}
+            options |= {"config": config, "return_selection": True}
             step = sparse_decode(q, k_cache, v_cache, page_stats, *paged, **options)
             result, lse, selection, scores, is_scored = step.out, step.lse, step.selection, None, True
         else:
-            check_step(q, k_cache, v_cache, page_stats, page_stats_scale, *paged, config, out, softcap, sinks)
+            check_step(q, k_cache, v_cache, stored, *paged, config, out, softcap, sinks)
             if config.plan not in ("auto", "separate"):
                 raise ValueError(
                     f"config.plan {config.plan!r} is one launch or two, a step that may reuse scores runs its stages apart"
                 )
             is_scored = self._scores is None or self._age >= config.reselect_every
-            ranking = q, page_stats, page_stats_scale, *paged
+            ranking = q, stored, *paged
             scores = self._score(*ranking, softmax_scale, impl) if is_scored else self._widened(q.shape[0], page_table.shape[1])
             selection = self._select(scores, page_table, seq_lens, impl)
             result, lse = attend_pages(q, k_cache, v_cache, *paged, selection, **options)
@@ -130,8 +133,7 @@ class SelectionState:
     def _score(
         self,
         q: Tensor,
-        page_stats: Tensor,
-        page_stats_scale: Tensor | None,
+        stored: Stored,
         page_table: Tensor,
         seq_lens: Tensor,
         scale: float | None,
@@ -140,12 +142,13 @@ class SelectionState:
         config = self.config
         return score_pages(
             q,
-            page_stats,
+            stored.page_stats,
             page_table,
             seq_lens,
             page_size=config.page_size,
             kind=config.kind,
-            page_stats_scale=page_stats_scale,
+            page_stats_scale=stored.scale,
+            page_stats_weight=stored.weight,
             box_scale=config.box_scale,
             softmax_scale=scale,
             group_reduce=config.group_reduce,

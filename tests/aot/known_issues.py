@@ -31,6 +31,8 @@ KNOWN_ISSUES = [
             ("sm_80", "decode-ticket-means-2-bfloat16-bfloat16-128-16-4-max", "_ticket_kernel"),
             ("sm_90", "decode-two-means-2-bfloat16-bfloat16-128-16-4-max", "_score_select_kernel"),
             ("sm_100", "decode-two-means-2-bfloat16-bfloat16-128-16-4-max", "_score_select_kernel"),
+            ("sm_90", "decode-two-centroids-2-bfloat16-bfloat16-128-16-4-max", "_score_select_kernel"),
+            ("sm_100", "decode-two-centroids-2-bfloat16-bfloat16-128-16-4-max", "_score_select_kernel"),
             ("sm_90", "decode-two-minmax-2-float16-int8-80-12-5-none-True-1", "_score_select_kernel"),
             ("sm_100", "decode-two-minmax-2-float16-int8-80-12-5-none-True-1", "_score_select_kernel"),
         )

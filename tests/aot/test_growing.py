@@ -20,7 +20,8 @@ DRIVER = """
     from tsattn import kernels
     from tsattn.testing import aot
 
-    plan, reduce, steps, wide, codes = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4] == "int64", sys.argv[5] == "int8"
+    plan, reduce, steps, wide = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4] == "int64"
+    codes, kind = sys.argv[5] == "int8", sys.argv[6]
     integer = torch.int64 if wide else torch.int32
     S, D, HKV, G, K = 16, 64, 2, 2, 160
     HQ = HKV * G
@@ -41,6 +42,8 @@ DRIVER = """
             cache = torch.empty(HKV, pages, S, D, dtype=torch.bfloat16).permute(1, 2, 0, 3)
             stats = torch.empty(HKV, pages, 2, D, dtype=torch.int8 if codes else torch.bfloat16).transpose(0, 1)
             scales = torch.empty(HKV, pages, 2).transpose(0, 1) if codes else None
+            weights = torch.empty(HKV, pages, 2).transpose(0, 1) if kind == "centroids" else None
+            numbers = {"kind": kind, "page_stats_scale": scales, "page_stats_weight": weights}
             q = torch.empty(rows, tokens, HQ, D, dtype=torch.bfloat16)[:, -1]  # the last of some
             new = torch.empty(tokens, HKV, D, dtype=torch.bfloat16)
             table = torch.empty(rows, cells, dtype=integer)
@@ -49,15 +52,14 @@ DRIVER = """
             lens = torch.empty(rows, dtype=integer)
             out, lse = torch.empty_like(q), torch.empty(rows, HQ)
             kernels.append_kv(
-                new, new, cache, cache, stats, torch.empty(tokens, dtype=torch.int64), kind="means", k_scale=None, v_scale=None,
-                page_stats_scale=scales,
+                new, new, cache, cache, stats, torch.empty(tokens, dtype=torch.int64), k_scale=None, v_scale=None, **numbers
             )
             kernels.sparse_decode(
                 q, cache, cache, stats, table, lens, None,
                 torch.empty(rows, H, cells), torch.empty(rows, H, width, dtype=torch.int32),
                 torch.empty(rows, H, dtype=torch.int32), out, lse,
-                kind="means", box_scale=1.0, group_reduce=reduce, sink_pages=1, recent_pages=4, softmax_scale=0.1, softcap=0.0,
-                sinks=None, k_scale=None, v_scale=None, page_stats_scale=scales, plan=plan,
+                box_scale=1.0, group_reduce=reduce, sink_pages=1, recent_pages=4, softmax_scale=0.1, softcap=0.0,
+                sinks=None, k_scale=None, v_scale=None, plan=plan, **numbers,
                 counters=torch.zeros(kernels.num_counters(rows, HKV, HQ), dtype=torch.int32),
             )
             kernels.attend_pages(
@@ -85,24 +87,25 @@ ALWAYS = {"_append_kernel", "_attend_kernel", "_merge_splits_kernel"}
 GROUP = {"_page_lse_kernel", "_group_softmax_kernel", "_mix_kernel"}
 
 
-def compilations(plan, reduce, integer, stats):
+def compilations(plan, reduce, integer, stats, kind):
     """How many variants of each kernel 1,000 growing steps ask for."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", textwrap.dedent(DRIVER), plan, reduce, str(STEPS), integer, stats]
+    command = [sys.executable, "-c", textwrap.dedent(DRIVER), plan, reduce, str(STEPS), integer, stats, kind]
     run = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr[-2000:]
     return json.loads(run.stdout.splitlines()[-1])
 
 
 STEPS_OF = [
-    *((plan, "max", "int32", "bfloat16") for plan in PLANS),
-    ("separate", "mix", "int64", "int8"),
-    ("two", "max", "int32", "int8"),
+    *((plan, "max", "int32", "bfloat16", "means") for plan in PLANS),
+    ("separate", "mix", "int64", "int8", "means"),
+    ("two", "max", "int32", "int8", "means"),
+    ("two", "max", "int32", "bfloat16", "centroids"),
 ]
 
 
-@pytest.mark.parametrize("plan, reduce, integer, stats", STEPS_OF)
-def test_a_thousand_growing_steps_compile_every_kernel_once(plan, reduce, integer, stats):
-    found = compilations(plan, reduce, integer, stats)
+@pytest.mark.parametrize("plan, reduce, integer, stats, kind", STEPS_OF)
+def test_a_thousand_growing_steps_compile_every_kernel_once(plan, reduce, integer, stats, kind):
+    found = compilations(plan, reduce, integer, stats, kind)
     assert set(found.values()) == {1}, found
     assert set(found) == EXPECTED[plan] | ALWAYS | (GROUP if reduce == "mix" else set())

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from fractions import Fraction
 
 import numpy as np
 import torch
@@ -33,9 +34,50 @@ def page_statistics(filled, page_size, kind, m):
         return np.stack((filled.min(axis=0), filled.max(axis=0)))
     if kind == "meanvar":
         return np.stack((filled.mean(axis=0), filled.var(axis=0)))
+    if kind == "centroids":
+        parts = clusters(filled, page_size)
+        return np.stack([part.mean(axis=0) if len(part) else np.zeros(filled.shape[1]) for part in parts])
     width = math.ceil(page_size / m)
     parts = [filled[j * width : (j + 1) * width] for j in range(m)]
     return np.stack([part.mean(axis=0) if len(part) else np.zeros(filled.shape[1]) for part in parts])
+
+
+def _distance(a, b):
+    return sum((x - y) ** 2 for x, y in zip(a, b, strict=True))
+
+
+def _mean(points):
+    return [sum(column) / Fraction(len(points)) for column in zip(*points, strict=True)]
+
+
+def clustered(keys, metric=None):
+    """Labels of a full page's keys [S, D] by definition, in fractions: by the nearer seed, and after each Lloyd step."""
+    wide_keys = keys.float() if metric is None else keys.float() * metric.sqrt()
+    top = float(wide_keys.abs().max())
+    # Pages whose largest magnitude is below 2**-100 are laid on the grid of that magnitude.
+    exponent = max(math.frexp(top)[1], -100)
+    points = [[Fraction(round(Fraction(x) * Fraction(2) ** (11 - exponent))) for x in row] for row in wide_keys.tolist()]
+    slots = range(len(points))
+    first, second = max(itertools.product(slots, slots), key=lambda pair: _distance(points[pair[0]], points[pair[1]]))
+    centres, history = [points[first], points[second]], []
+    for _ in range(4):
+        if centres[1] is None:
+            labels = [0 for _ in points]
+        else:
+            labels = [int(_distance(p, centres[1]) < _distance(p, centres[0])) for p in points]
+        history.append(labels)
+        parts = [[p for p, label in zip(points, labels, strict=True) if label == j] for j in (0, 1)]
+        centres = [_mean(part) if part else None for part in parts]
+    return history
+
+
+def clusters(filled, page_size):
+    """The two clusters of the first keys of a page, ``filled`` [fill, D]: of a full page with finite keys those of 2-means."""
+    if len(filled) == page_size and np.isfinite(filled).all():
+        second = np.array(clustered(torch.from_numpy(filled))[-1], dtype=bool)
+    else:
+        second = np.arange(len(filled)) >= math.ceil(page_size / 2)
+    return filled[~second], filled[second]
 
 
 def poisoned_statistics(case):

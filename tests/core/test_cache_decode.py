@@ -15,6 +15,7 @@ CONFIGS = {
     "paper": SparseConfig.paper(page_size=8, token_budget=32),
     "meanvar": SparseConfig(page_size=8, token_budget=32, recent_pages=1, kind="meanvar", stats_dtype=torch.bfloat16),
     "four parts": SparseConfig(page_size=8, token_budget=32, recent_pages=1, parts=4),
+    "centroids": SparseConfig(page_size=8, token_budget=32, recent_pages=1, kind="centroids"),
     "int8": SparseConfig(page_size=8, token_budget=32, recent_pages=1, parts=1, stats_dtype=torch.int8),
 }
 LENGTHS = [100, 61]
@@ -42,8 +43,10 @@ def test_a_cache_from_a_config_holds_what_the_config_reads(name):
         scale = torch.full_like(cache.page_stats_scale, math.nan)
     else:
         stats.fill_(math.nan)
-    tsattn.rebuild_page_stats(cache.k_cache, stats, table, lens, kind=config.kind, page_stats_scale=scale)
-    options = {"config": config, "page_stats_scale": scale, "return_lse": True, "return_selection": True}
+    weight = None if cache.page_stats_weight is None else torch.full_like(cache.page_stats_weight, math.nan)
+    numbers = {"page_stats_scale": scale, "page_stats_weight": weight}
+    tsattn.rebuild_page_stats(cache.k_cache, stats, table, lens, kind=config.kind, **numbers)
+    options = {"config": config, **numbers, "return_lse": True, "return_selection": True}
     expected = tsattn.sparse_decode(q, cache.k_cache, cache.v_cache, stats, table, lens, **options)
     for here, there in zip((*found[:2], *found.selection), (*expected[:2], *expected.selection), strict=True):
         assert_same_bits(here, there)
@@ -108,7 +111,17 @@ def test_options_reach_the_ops():
 
 def test_its_options_are_those_of_the_functions():
     """Whoever adds an option to an op adds it here."""
-    tensors = {"k_cache", "v_cache", "page_stats", "page_stats_scale", "page_table", "seq_lens", "k_scale", "v_scale"}
+    tensors = {
+        "k_cache",
+        "v_cache",
+        "page_stats",
+        "page_stats_scale",
+        "page_stats_weight",
+        "page_table",
+        "seq_lens",
+        "k_scale",
+        "v_scale",
+    }
     for name in ("sparse_decode", "dense_decode"):
         function, method = (inspect.signature(getattr(owner, name)).parameters for owner in (tsattn, PagedKVCache))
         assert set(method) - {"self", "seqs"} == set(function) - tensors

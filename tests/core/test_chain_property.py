@@ -16,7 +16,7 @@ from tsattn.testing import LAYOUTS, assert_attention, assert_same_bits, make_poo
 
 from .oracles import selected
 
-SUMMARIES = [("minmax", 2), ("means", 1), ("means", 2), ("means", 4), ("meanvar", 2)]
+SUMMARIES = [("minmax", 2), ("means", 1), ("means", 2), ("means", 4), ("meanvar", 2), ("centroids", 2)]
 STORAGES = [
     (torch.float32, None, torch.float32),
     (torch.float16, None, torch.float16),
@@ -115,17 +115,20 @@ class World:
         pools = make_pool(self.num_pages, plan.page_size, plan.heads_kv, plan.dim, self.kv_dtype or self.dtype, plan.layout)
         kind, m = plan.summary
         shape = self.num_pages, plan.heads_kv, m
-        stats, stats_scale = torch.full((*shape, plan.dim), 127, dtype=self.stats_dtype), None
+        stats = torch.full((*shape, plan.dim), 127, dtype=self.stats_dtype)
+        numbers = {}
         if self.stats_dtype == torch.int8:
-            stats_scale = torch.full(shape, math.nan)
+            numbers["page_stats_scale"] = torch.full(shape, math.nan)
         else:
             stats.fill_(math.nan)
-        options = {"kind": kind, "page_stats_scale": stats_scale, "impl": impl, **self.scales}
+        if kind == "centroids":
+            numbers["page_stats_weight"] = torch.full(shape, math.nan)
+        options = {"kind": kind, "impl": impl, **numbers, **self.scales}
         bounds = [0, *sorted(cuts), len(self.slots)]
         for first, last in itertools.pairwise(bounds):
             part = slice(first, last)
             tsattn.append_kv(self.k[part], self.v[part], *pools, stats, self.slots[part], **options)
-        return *pools, stats, stats_scale
+        return *pools, stats, numbers
 
     def tokens(self, cache, scale, row, head, positions):
         index = torch.tensor(positions, dtype=torch.int64)
@@ -136,15 +139,14 @@ class World:
 
 def check_chain(plan, impl):
     world = World(plan)
-    k_cache, v_cache, stats, stats_scale = world.fill(impl, plan.cuts)
-    for here, there in zip((k_cache, v_cache, stats, stats_scale), world.fill("reference", []), strict=True):
-        if here is not None:
-            assert_same_bits(here, there, "cache or statistics")
+    k_cache, v_cache, stats, numbers = world.fill(impl, plan.cuts)
+    *expected, exact_numbers = world.fill("reference", [])
+    for here, there in zip((k_cache, v_cache, stats, *numbers.values()), (*expected, *exact_numbers.values()), strict=True):
+        assert_same_bits(here, there, "cache or statistics")
 
     kind, _ = plan.summary
     options = {"page_size": plan.page_size, "kind": kind, "group_reduce": plan.reduce, "impl": impl}
-    options["page_stats_scale"] = stats_scale
-    scores = tsattn.score_pages(world.q, stats, world.table, world.lens, **options)
+    scores = tsattn.score_pages(world.q, stats, world.table, world.lens, **options, **numbers)
     choice = {
         "page_size": plan.page_size,
         "budget": plan.budget,
@@ -168,7 +170,7 @@ def check_chain(plan, impl):
     extras = {"softcap": plan.softcap, "sinks": world.sinks, **world.scales}
     result = tsattn.sparse_decode(
         world.q, k_cache, v_cache, stats, world.table, world.lens,
-        config=config, page_stats_scale=stats_scale, return_lse=True, return_selection=True, impl=impl, **extras,
+        config=config, return_lse=True, return_selection=True, impl=impl, **numbers, **extras,
     )  # fmt: skip
     assert torch.equal(result.selection.page_counts, chosen.page_counts)
     out, lse = tsattn.attend_pages(

@@ -30,7 +30,9 @@ def opcheck_arguments():
     """Arguments of every custom op, a variant each with and without the optional tensors."""
     case, minmax, quantised = fresh(), fresh("minmax"), fresh("minmax", kv_dtype=torch.int8)
     coded = fresh(stats_dtype=torch.int8)
-    stored = coded.page_stats, coded.page_stats_scale
+    stored = coded.page_stats, coded.page_stats_scale, None
+    weighted = fresh("centroids")
+    centroids = weighted.page_stats, None, weighted.page_stats_weight
     k, v = new_tokens()
     slots = torch.tensor([5, -1, 7])
     width = case.page_table.shape[1]
@@ -40,18 +42,27 @@ def opcheck_arguments():
     scales = quantised.k_scale, quantised.v_scale
     return {
         "append_kv": [
-            (k, v, case.k_cache, case.v_cache, case.page_stats, None, slots, "means", None, None, "torch"),
-            (k, v, quantised.k_cache, quantised.v_cache, quantised.page_stats, None, slots, "minmax", *scales, "torch"),
-            (k, v, coded.k_cache, coded.v_cache, *stored, slots, "means", None, None, "torch"),
+            (k, v, case.k_cache, case.v_cache, case.page_stats, None, None, slots, "means", None, None, None, "torch"),
+            (
+                *(k, v, quantised.k_cache, quantised.v_cache, quantised.page_stats, None, None, slots, "minmax"),
+                *(*scales, None, "torch"),
+            ),
+            (k, v, coded.k_cache, coded.v_cache, *stored, slots, "means", None, None, None, "torch"),
+            (k, v, weighted.k_cache, weighted.v_cache, *centroids, slots, "centroids", None, None, torch.ones(2, 16), "torch"),
         ],
         "rebuild_page_stats": [
-            (case.k_cache, case.page_stats, None, case.page_table, case.seq_lens, "means", None, "torch"),
-            (coded.k_cache, *stored, coded.page_table, coded.seq_lens, "means", None, "torch"),
+            (case.k_cache, case.page_stats, None, None, case.page_table, case.seq_lens, "means", None, None, "torch"),
+            (coded.k_cache, *stored, coded.page_table, coded.seq_lens, "means", None, None, "torch"),
+            (
+                *(weighted.k_cache, *centroids, weighted.page_table, weighted.seq_lens, "centroids", None),
+                *(torch.ones(2, 16), "torch"),
+            ),
         ],
         "score_pages": [
             (
                 case.q,
                 case.page_stats,
+                None,
                 None,
                 case.page_table,
                 case.seq_lens,
@@ -66,11 +77,15 @@ def opcheck_arguments():
                 "torch",
             ),
             (
-                *(case.q, minmax.page_stats, None, minmax.page_table, case.seq_lens, scores.clone(), 8, "minmax", 1.0),
+                *(case.q, minmax.page_stats, None, None, minmax.page_table, case.seq_lens, scores.clone(), 8, "minmax", 1.0),
                 *(torch.ones(2), 0.25, "mix", None, "torch"),
             ),
             (
                 *(case.q, *stored, coded.page_table, case.seq_lens, scores.clone(), 8, "means", 1.0),
+                *(None, 0.25, "max", None, "torch"),
+            ),
+            (
+                *(case.q, *centroids, weighted.page_table, case.seq_lens, scores.clone(), 8, "centroids", 1.0),
                 *(None, 0.25, "max", None, "torch"),
             ),
         ],
@@ -84,7 +99,18 @@ def opcheck_arguments():
         ],
         "sparse_decode": [
             (
-                *(case.q, case.k_cache, case.v_cache, case.page_stats, None, case.page_table, case.seq_lens, None, *lists),
+                *(
+                    case.q,
+                    case.k_cache,
+                    case.v_cache,
+                    case.page_stats,
+                    None,
+                    None,
+                    case.page_table,
+                    case.seq_lens,
+                    None,
+                    *lists,
+                ),
                 *(out, lse, "means", 1.0, "max", 1, 1, 0.25, 0.0, None, None, None, "auto", None, None, "torch"),
             ),
             (

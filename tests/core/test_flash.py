@@ -115,6 +115,28 @@ def test_decoding_step_by_step_keeps_the_statistics():
     assert_same_bits(stats[used], exact[used])
 
 
+@pytest.mark.parametrize("stats_dtype", [torch.float32, torch.int8])
+def test_centroids_given_equal_centroids_made(stats_dtype):
+    q, k_cache, v_cache, k, v, table, lens = make(new=3)
+    config = SparseConfig(token_budget=32, recent_pages=1, kind="centroids", stats_dtype=stats_dtype)
+    metric = torch.rand(HEADS_KV, DIM, generator=torch.Generator().manual_seed(0))
+    shape = k_cache.shape[0], HEADS_KV, 2
+    stats, numbers = torch.zeros(*shape, DIM, dtype=stats_dtype), {"page_stats_weight": torch.full(shape, math.nan)}
+    if stats_dtype == torch.int8:
+        numbers["page_stats_scale"] = torch.full(shape, math.nan)
+    tsattn.rebuild_page_stats(k_cache, stats, table, lens, kind="centroids", metric=metric, **numbers)
+    options = {"cache_seqlens": lens, "block_table": table, "config": config, "metric": metric}
+    caches = k_cache.clone(), v_cache.clone()
+    expected = sparse_attn_with_kvcache(q, *caches, k, v, **options)
+    assert_same_bits(sparse_attn_with_kvcache(q, k_cache, v_cache, k, v, page_stats=stats, **numbers, **options), expected)
+    with pytest.raises(ValueError, match="page_stats_weight is needed for kind 'centroids'"):
+        sparse_attn_with_kvcache(q, k_cache, v_cache, page_stats=stats, **numbers | {"page_stats_weight": None}, **options)
+    with pytest.raises(ValueError, match="page_stats_weight belongs to page_stats, but page_stats is None"):
+        sparse_attn_with_kvcache(q, k_cache, v_cache, **numbers | {"page_stats_scale": None}, **options)
+    with pytest.raises(ValueError, match="metric belongs to kind 'centroids', but kind is 'means'"):
+        sparse_attn_with_kvcache(q, k_cache, v_cache, **options | {"config": SparseConfig(token_budget=32)})
+
+
 def test_budget_and_page_size_are_honoured():
     q, k_cache, v_cache, _, _, table, lens = make(page_size=8)
     tsattn.reset_path_counts()

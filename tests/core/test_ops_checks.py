@@ -14,9 +14,9 @@ NAN, INF = math.nan, math.inf
 META = torch.device("meta")
 
 
-def make(**options):
+def make(kind="minmax", **options):
     """Good arguments of every public op, as one bag."""
-    case = make_case([40, 17], heads_kv=2, group=2, dim=16, page_size=8, kind="minmax", **options)
+    case = make_case([40, 17], heads_kv=2, group=2, dim=16, page_size=8, kind=kind, **options)
     rng = torch.Generator().manual_seed(1)
     kv = [torch.randn(3, 2, 16, generator=rng) for _ in range(2)]
     ids = torch.tensor([[[0, 3], [1, 4]], [[0, 2], [2, -1]]], dtype=torch.int32)
@@ -28,24 +28,28 @@ def make(**options):
         slots=torch.tensor([5, 6, 7]),
         scores=torch.randn(2, 2, case.page_table.shape[1], generator=rng),
         selection=PageSelection(ids, counts),
-        config=SparseConfig(page_size=8, token_budget=16, kind="minmax", recent_pages=1),
+        config=SparseConfig(page_size=8, token_budget=16, kind=kind, recent_pages=1),
         out=torch.full_like(case.q, 7.0),
         lse=torch.zeros(2, 4),
     )
 
 
+def numbers(a):
+    return {"page_stats_scale": a.page_stats_scale, "page_stats_weight": a.page_stats_weight}
+
+
 def append(a, **o):
-    scales = {"k_scale": a.k_scale, "v_scale": a.v_scale, "page_stats_scale": a.page_stats_scale}
-    return tsattn.append_kv(a.k, a.v, a.k_cache, a.v_cache, a.page_stats, a.slots, **{"kind": a.kind, **scales, **o})
+    options = {"kind": a.kind, "k_scale": a.k_scale, "v_scale": a.v_scale, **numbers(a), **o}
+    return tsattn.append_kv(a.k, a.v, a.k_cache, a.v_cache, a.page_stats, a.slots, **options)
 
 
 def rebuild(a, **o):
-    options = {"kind": a.kind, "k_scale": a.k_scale, "page_stats_scale": a.page_stats_scale, **o}
+    options = {"kind": a.kind, "k_scale": a.k_scale, **numbers(a), **o}
     return tsattn.rebuild_page_stats(a.k_cache, a.page_stats, a.page_table, a.seq_lens, **options)
 
 
 def score(a, **o):
-    options = {"page_size": 8, "kind": a.kind, "page_stats_scale": a.page_stats_scale, **o}
+    options = {"page_size": 8, "kind": a.kind, **numbers(a), **o}
     return tsattn.score_pages(a.q, a.page_stats, a.page_table, a.seq_lens, **options)
 
 
@@ -64,8 +68,7 @@ def dense(a, **o):
 
 
 def sparse(a, **o):
-    o = {"k_scale": a.k_scale, "v_scale": a.v_scale, "out": a.out, "config": a.config, **o}
-    o.setdefault("page_stats_scale", a.page_stats_scale)
+    o = {"k_scale": a.k_scale, "v_scale": a.v_scale, "out": a.out, "config": a.config, **numbers(a), **o}
     return tsattn.sparse_decode(a.q, a.k_cache, a.v_cache, a.page_stats, a.page_table, a.seq_lens, **o)
 
 
@@ -219,7 +222,7 @@ def changed(tensor, place, value):
 def written(bag):
     """Everything that an op could write to, with copies."""
     tensors = [bag.k_cache, bag.v_cache, bag.page_stats, bag.out, bag.scores, *bag.selection]
-    tensors += [] if bag.page_stats_scale is None else [bag.page_stats_scale]
+    tensors += [tensor for tensor in numbers(bag).values() if tensor is not None]
     return [(tensor, tensor.detach().clone()) for tensor in tensors]
 
 
@@ -264,30 +267,65 @@ def test_wrong_scale(op, name, kv_dtype):
 
 
 STORED = (append, rebuild, score, sparse)
-WRONG_STATS_SCALE = [
-    (STORED, None, "page_stats_scale is needed for int8 page_stats"),
-    (STORED, 0.5, "page_stats_scale must be a tensor"),
-    (STORED, lambda s: s[..., 0], "page_stats_scale must have shape"),
-    (STORED, lambda s: s[:-1], "page_stats_scale must have shape"),
-    (STORED, lambda s: s[:, :1], "page_stats_scale must have shape"),
-    (STORED, lambda s: s[..., :1], "page_stats_scale must have shape"),
-    (STORED, lambda s: s.half(), "page_stats_scale must have dtype float32"),
-    (STORED, lambda s: s.double(), "page_stats_scale must have dtype float32"),
-    (STORED, lambda s: s.transpose(1, 2).contiguous().transpose(1, 2), "page_stats_scale must have contiguous M"),
+WRONG_NUMBERS = [
+    (STORED, None, "is needed for"),
+    (STORED, 0.5, "must be a tensor"),
+    (STORED, lambda s: s[..., 0], "must have shape"),
+    (STORED, lambda s: s[:-1], "must have shape"),
+    (STORED, lambda s: s[:, :1], "must have shape"),
+    (STORED, lambda s: s[..., :1], "must have shape"),
+    (STORED, lambda s: s.half(), "must have dtype float32"),
+    (STORED, lambda s: s.double(), "must have dtype float32"),
+    (STORED, lambda s: s.transpose(1, 2).contiguous().transpose(1, 2), "must have contiguous M"),
     (STORED, lambda s: s.to(META), "one device"),
-    (STORED, lambda s: s.requires_grad_(), "page_stats_scale requires a grad"),
-    ((append, rebuild), lambda s: s[:1].expand(s.shape), "page_stats_scale is written to"),
+    (STORED, lambda s: s.requires_grad_(), "requires a grad"),
+    ((append, rebuild), lambda s: s[:1].expand(s.shape), "is written to"),
 ]
 
 
-@pytest.mark.parametrize(("ops", "value", "word"), WRONG_STATS_SCALE)
-def test_wrong_scale_of_statistics(ops, value, word):
+@pytest.mark.parametrize(("ops", "value", "word"), WRONG_NUMBERS)
+@pytest.mark.parametrize("name", ["page_stats_scale", "page_stats_weight"])
+def test_wrong_numbers_of_vectors(name, ops, value, word):
+    """The scales of int8 statistics, the weights of kind "centroids"."""
     for op in ops:
-        op(make(stats_dtype=torch.int8))
-        bag = make(stats_dtype=torch.int8)
+        op(make("centroids", stats_dtype=torch.int8))
+        bag = make("centroids", stats_dtype=torch.int8)
         before = written(bag)
-        value_here = value(bag.page_stats_scale.clone()) if callable(value) else value
-        assert_refused(op, bag, before, word, page_stats_scale=value_here)
+        value_here = value(getattr(bag, name).clone()) if callable(value) else value
+        assert_refused(op, bag, before, word if word == "one device" else f"{name} {word}", **{name: value_here})
+
+
+WRONG_METRIC = [
+    (0.5, "metric must be a tensor"),
+    (torch.ones(2), "metric must have shape"),
+    (torch.ones(2, 15), "metric must have shape"),
+    (torch.ones(1, 16), "metric must have shape"),
+    (torch.ones(2, 16).half(), "metric must have dtype float32"),
+    (torch.ones(16, 2).t(), "metric must have contiguous channels"),
+    (torch.ones(2, 16, device=META), "one device"),
+    (torch.ones(2, 16).requires_grad_(), "metric requires a grad"),
+    (torch.full((2, 16), -1.0), "metric must be finite and >= 0"),
+    (torch.full((2, 16), NAN), "metric must be finite and >= 0"),
+    (torch.full((2, 16), INF), "metric must be finite and >= 0"),
+]
+
+
+@pytest.mark.parametrize("op", [append, rebuild])
+@pytest.mark.parametrize(("value", "word"), WRONG_METRIC)
+def test_wrong_metric(op, value, word):
+    bag = make("centroids")
+    op(bag, metric=torch.ones(2, 16))
+    assert_refused(op, bag, written(bag), word, metric=value)
+
+
+@pytest.mark.parametrize("op", STORED)
+@pytest.mark.parametrize("kind", ["minmax", "means", "meanvar"])
+def test_weights_and_metric_belong_to_centroids_alone(op, kind):
+    bag = make(kind)
+    of_centroids = {"page_stats_weight": torch.zeros(bag.page_stats.shape[:3])}
+    of_centroids |= {"metric": torch.ones(2, 16)} if op in (append, rebuild) else {}
+    for name, value in of_centroids.items():
+        assert_refused(op, bag, written(bag), f"{name} belongs to kind 'centroids', but kind is '{kind}'", **{name: value})
 
 
 @pytest.mark.parametrize("op", STORED)

@@ -10,9 +10,9 @@ import tsattn
 from tsattn.summaries import SUMMARIES
 from tsattn.testing import assert_close, assert_same_bits, make_pool
 
-from .oracles import page_statistics, wide
+from .oracles import clusters, page_statistics, wide
 
-KINDS = [("minmax", 2), ("means", 1), ("means", 2), ("means", 4), ("means", 8), ("meanvar", 2)]
+KINDS = [("minmax", 2), ("means", 1), ("means", 2), ("means", 4), ("means", 8), ("meanvar", 2), ("centroids", 2)]
 
 
 class Pool:
@@ -22,6 +22,7 @@ class Pool:
         self.kind, self.impl, self.page_size = kind, impl, page_size
         self.k_cache, self.v_cache = make_pool(5, page_size, heads, dim, kv or dtype)
         self.page_stats = torch.full((5, heads, m, dim), math.nan, dtype=stats or dtype)
+        self.weight = torch.full((5, heads, m), math.nan) if kind == "centroids" else None
         self.scales = {"k_scale": None, "v_scale": None}
         if kv is not None:
             self.scales = {"k_scale": torch.tensor([0.25, 0.03]), "v_scale": torch.tensor([0.1, 0.2])}
@@ -35,6 +36,7 @@ class Pool:
             self.page_stats,
             torch.tensor(slots),
             kind=self.kind,
+            page_stats_weight=self.weight,
             impl=self.impl,
             **self.scales,
         )
@@ -49,6 +51,9 @@ class Pool:
             actual = self.page_stats[page, head]
             keys = self.keys(page, head, fill)
             exact = torch.from_numpy(page_statistics(keys, self.page_size, self.kind, actual.shape[0]))
+            if self.weight is not None:
+                sizes = torch.tensor([len(part) for part in clusters(keys, self.page_size)])
+                assert_same_bits(self.weight[page, head], (sizes.double() / fill).log().float())
             if self.kind != "minmax":
                 assert_close(actual, exact)
             elif actual.dtype == torch.float32:
@@ -127,7 +132,7 @@ def test_a_nan_key_shows_in_its_channel_only(kind, m):
     broken = pool.page_stats[0].isnan()
     part = 5 // math.ceil(16 / m)
     expected = torch.zeros_like(broken)
-    expected[1, part if kind == "means" else slice(None), 3] = True
+    expected[1, part if kind in ("means", "centroids") else slice(None), 3] = True
     assert torch.equal(broken, expected)
 
 
@@ -170,8 +175,9 @@ def test_rebuild_equals_append(kind, m):
     pool.page_stats.fill_(math.nan)
     table = torch.tensor([[3, 1, 77], [0, -1, -1], [3, 77, 77]], dtype=torch.int32)
     tsattn.rebuild_page_stats(
-        pool.k_cache, pool.page_stats, table, torch.tensor([23, 3, 5], dtype=torch.int32), kind=kind, impl="reference"
-    )
+        pool.k_cache, pool.page_stats, table, torch.tensor([23, 3, 5], dtype=torch.int32),
+        kind=kind, page_stats_weight=pool.weight, impl="reference",
+    )  # fmt: skip
     assert_same_bits(pool.page_stats, kept)  # rows 0 and 2 share page 3: the longer fill counts
 
 

@@ -19,6 +19,7 @@ CONFIGS = {
     "minmax": SparseConfig(kind="minmax", **SMALL),
     "meanvar": SparseConfig(kind="meanvar", **SMALL),
     "int8": SparseConfig(stats_dtype=torch.int8, **SMALL),
+    "centroids": SparseConfig(kind="centroids", **SMALL),
     "mix": SparseConfig(group_reduce="mix", **SMALL),
     "softmax": SparseConfig(group_reduce="softmax", **SMALL),
     "per query head": SparseConfig.paper(page_size=4, token_budget=32),

@@ -32,6 +32,8 @@ def decode(case: PagedCase, config: tsattn.SparseConfig, impl: str = "triton", *
         case.page_table,
         case.seq_lens,
         config=config,
+        page_stats_scale=case.page_stats_scale,
+        page_stats_weight=case.page_stats_weight,
         k_scale=case.k_scale,
         v_scale=case.v_scale,
         impl=impl,
@@ -62,10 +64,13 @@ def test_attention_over_the_selection_agrees_with_the_reference(dtype, kv_dtype,
             )
 
 
-@pytest.mark.parametrize("kind, parts", [("minmax", 2), ("means", 1), ("means", 2), ("means", 4), ("meanvar", 2)])
+@pytest.mark.parametrize(
+    "kind, parts", [("minmax", 2), ("means", 1), ("means", 2), ("means", 4), ("meanvar", 2), ("centroids", 2)]
+)
 def test_selection_is_that_of_its_scores(kind, parts):
     case = on_gpu(make_case(LENGTHS, dim=128, dtype=torch.bfloat16, kind=kind, parts=parts))
-    scores = tsattn.score_pages(case.q, case.page_stats, case.page_table, case.seq_lens, page_size=16, kind=kind, impl="triton")
+    options = {"page_size": 16, "kind": kind, "page_stats_weight": case.page_stats_weight, "impl": "triton"}
+    scores = tsattn.score_pages(case.q, case.page_stats, case.page_table, case.seq_lens, **options)
     for budget in (16, 128, 1024, 8192):
         chosen = tsattn.select_pages(scores, case.seq_lens, page_size=16, budget=budget, impl="triton")
         expected = tsattn.select_pages(scores.cpu(), case.seq_lens.cpu(), page_size=16, budget=budget, impl="reference")
@@ -73,17 +78,20 @@ def test_selection_is_that_of_its_scores(kind, parts):
         assert torch.equal(chosen.page_counts.cpu(), expected.page_counts)
 
 
-@pytest.mark.parametrize("kind, parts", [("minmax", 2), ("means", 2), ("means", 4), ("meanvar", 2)])
+@pytest.mark.parametrize("kind, parts", [("minmax", 2), ("means", 2), ("means", 4), ("meanvar", 2), ("centroids", 2)])
 @pytest.mark.parametrize("kv_dtype", [None, torch.int8, torch.float8_e4m3fn])
 def test_statistics_are_the_references_bit_for_bit(kind, parts, kv_dtype):
-    host = make_case((100, 4097), dim=128, dtype=torch.bfloat16, kv_dtype=kv_dtype, kind=kind, parts=parts)
+    metric = 4 * torch.rand(2, 128, generator=torch.Generator().manual_seed(0)) if kind == "centroids" else None
+    host = make_case((100, 4097), dim=128, dtype=torch.bfloat16, kv_dtype=kv_dtype, kind=kind, parts=parts, metric=metric)
     case = on_gpu(host)
-    tsattn.rebuild_page_stats(
-        case.k_cache, case.page_stats, case.page_table, case.seq_lens, kind=kind, k_scale=case.k_scale, impl="triton"
-    )
+    options = {"kind": kind, "k_scale": case.k_scale, "metric": case.metric, "page_stats_weight": case.page_stats_weight}
+    case.page_stats.zero_()
+    tsattn.rebuild_page_stats(case.k_cache, case.page_stats, case.page_table, case.seq_lens, **options, impl="triton")
     for row, length in enumerate((100, 4097)):
         pages = host.page_table[row, : -(-length // 16)].long()
         assert_same_bits(case.page_stats.cpu()[pages], host.page_stats[pages])
+        if case.page_stats_weight is not None:
+            assert_same_bits(case.page_stats_weight.cpu()[pages], host.page_stats_weight[pages])
 
 
 def test_a_covering_budget_gives_the_bits_of_dense():

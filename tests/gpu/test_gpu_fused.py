@@ -66,6 +66,8 @@ class Step:
             sinks=None,
             k_scale=case.k_scale,
             v_scale=case.v_scale,
+            page_stats_scale=case.page_stats_scale,
+            page_stats_weight=case.page_stats_weight,
             plan=plan,
             counters=self.counters,
         )
@@ -124,9 +126,10 @@ def test_a_captured_step_serves_other_lengths(plan, rows):
 
 @pytest.mark.parametrize("plan", FUSED)
 @pytest.mark.parametrize("kv_dtype", [None, torch.int8, torch.float8_e4m3fn])
-def test_other_types_and_shapes(plan, kv_dtype):
+@pytest.mark.parametrize("kind", ["means", "centroids"])
+def test_other_types_and_shapes(plan, kv_dtype, kind):
     for dtype, group, dim in ((torch.bfloat16, 5, 80), (torch.float16, 17, 64), (torch.float32, 1, 256)):
-        host = make_case((300, 4097, 0), heads_kv=2, group=group, dim=dim, dtype=dtype, kv_dtype=kv_dtype)
+        host = make_case((300, 4097, 0), heads_kv=2, group=group, dim=dim, dtype=dtype, kv_dtype=kv_dtype, kind=kind)
         step = Step(on_gpu(host), width=40)
         expected = step.expected()
         step.poison()

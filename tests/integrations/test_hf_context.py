@@ -8,7 +8,7 @@ from transformers import DynamicCache
 
 from tests.integrations.models import CACHE, NAMES, SDPA, build, prompts
 from tsattn import SparseConfig
-from tsattn.integrations import hf
+from tsattn.integrations import hf, hf_settings
 
 SMALL = SparseConfig(page_size=8, token_budget=24, recent_pages=1)
 
@@ -17,7 +17,7 @@ def snapshot(model):
     """Everything of a model that the context touches or could touch."""
     return {
         "attributes": set(model.__dict__),
-        "configs": [copy.deepcopy(config.__dict__) for config in hf._configs_of(model)],
+        "configs": [copy.deepcopy(config.__dict__) for config in hf_settings._configs_of(model)],
         "generation": model.generation_config.to_dict(),
         "hooks": [
             (name, len(module._forward_pre_hooks), len(module._forward_hooks), len(module._forward_pre_hooks_with_kwargs))

@@ -15,6 +15,7 @@ CONFIGS = [
     SparseConfig.paper(page_size=16, token_budget=512),
     SparseConfig(page_size=4, token_budget=512, kind="meanvar", group_reduce="softmax"),
     SparseConfig(page_size=8, token_budget=512, parts=1, stats_dtype=torch.int8),
+    SparseConfig(page_size=8, token_budget=512, kind="centroids"),
 ]
 
 
@@ -23,7 +24,7 @@ def generate(model, lengths, new=16, seed=0, **kwargs):
     return model.generate(ids, attention_mask=mask, max_new_tokens=new, **kwargs)
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=["means", "paper", "meanvar", "int8"])
+@pytest.mark.parametrize("config", CONFIGS, ids=["means", "paper", "meanvar", "int8", "centroids"])
 @pytest.mark.parametrize("name", NAMES)
 def test_greedy_tokens_are_those_of_the_models_own_attention(name, config):
     model = build(name)

@@ -134,5 +134,5 @@ def test_statistics_that_are_too_short_are_noticed():
     keep = [p for p in range(case.page_stats.shape[0]) if p != missing]
     parts = {f"page{p}": case.page_stats[p] for p in keep}
     rest = {name: tensor for name, tensor in inputs(case).items() if name != "page_stats"}
-    with pytest.raises(OutOfBounds, match=r"_score_kernel.*score\.py:\d+: load of 4 bytes"), Traffic(**rest, **parts):
+    with pytest.raises(OutOfBounds, match=r"_score_kernel.*score_tile\.py:\d+: load of 4 bytes"), Traffic(**rest, **parts):
         score(case, "max")

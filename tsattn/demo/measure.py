@@ -67,6 +67,7 @@ def _certified(layer: PagedLayer, trace: DecodeTrace) -> float | None:
         trace.seq_lens,
         config=layer.config,
         page_stats_scale=pool.page_stats_scale,
+        page_stats_weight=pool.page_stats_weight,
         softmax_scale=trace.softmax_scale,
         return_bound=True,
     )
@@ -154,6 +155,7 @@ def _sparse_way(layer: PagedLayer, trace: DecodeTrace) -> Step:
     arguments = (trace.query, pool.k_cache, pool.v_cache, pool.page_stats, table, lengths)
     options: dict[str, Any] = {
         "page_stats_scale": pool.page_stats_scale,
+        "page_stats_weight": pool.page_stats_weight,
         "softmax_scale": trace.softmax_scale,
         "softcap": trace.softcap,
     }

@@ -70,7 +70,7 @@ def _check(args: argparse.Namespace, specs: list[Spec]) -> None:
     if len(set(labels)) < len(labels) or "dense" in labels:
         raise ValueError(f"--policy: labels must differ, and dense is measured anyway: {', '.join(labels)}")
     for spec in specs:
-        _ = spec.policy  # refuses what it can't do
+        spec.policy()  # refuses what it can't do
     own = [args.fact, args.question, args.answer]
     if any(own) and not all(own):
         raise ValueError("--fact, --question and --answer belong together")

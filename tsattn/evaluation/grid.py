@@ -7,13 +7,18 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from tsattn.evaluation.reading import Prefiller
 from tsattn.evaluation.specs import Spec
 from tsattn.evaluation.tasks import Row, Task
+from tsattn.integrations.hf import query_variance
 
 DENSE = "dense"
+METRIC_TOKENS = 2048
+"""Of the first context, on which the metric of centroids is measured."""
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -69,6 +74,7 @@ def measure_grid(
         ``{"task": about, "policy": label, "name": policy, "config": fields, ...measured}``, the rows asked for, in order.
     """
     specs = list(specs)
+    metric: dict[int, Tensor] | None = None
     prefiller = Prefiller(model, prefill_chunk, progress=progress)
     labels = [DENSE, *(spec.label for spec in specs)]
     if len(set(labels)) < len(labels):
@@ -83,12 +89,14 @@ def measure_grid(
             bar.update(len(labels) - len(wanted))
             if not wanted:
                 continue
+            if metric is None and any(spec and spec.config.kind == "centroids" for spec in wanted):
+                metric = query_variance(model, torch.tensor(task.context[:METRIC_TOKENS]))
             measure = task.start(model, prefiller.read(task.context))
             for spec in wanted:
                 row: Row = {"task": task.about, "policy": DENSE, "name": DENSE, "config": None}
                 if spec is not None:
                     row |= {"policy": spec.label, "name": spec.name, "config": spec.config.as_dict()}
-                row |= measure(spec.policy if spec else None)
+                row |= measure(spec.policy(metric) if spec else None)
                 known[key_of(task.about, label_of(spec))] = row
                 if path:
                     with path.open("a", encoding="utf-8") as file:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tsattn.config import SparseConfig
-from tsattn.policies import POLICIES, Policy
+from tsattn.policies import POLICIES, Policy, QueryAware
 
 BASES = {"paper": SparseConfig.paper}
 """Names of the query-aware policy with other defaults."""
@@ -25,10 +27,10 @@ class Spec:
     name: str
     config: SparseConfig
 
-    @property
-    def policy(self) -> Policy:
-        """A fresh policy."""
-        return POLICIES.get(self.name, POLICIES["tsattn"])(self.config)
+    def policy(self, metric: Mapping[int, Tensor] | None = None) -> Policy:
+        """A fresh policy; ``metric`` is the variance of the queries by layer, for centroids."""
+        make = POLICIES.get(self.name, QueryAware)
+        return QueryAware(self.config, metric or {}) if make is QueryAware else make(self.config)
 
 
 def parse_spec(text: str) -> Spec:

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -44,6 +44,7 @@ from tsattn.integrations.hf_build import build_cache, full_attention_layers
 from tsattn.integrations.hf_cache import SparseCache
 from tsattn.integrations.hf_settings import attention_of
 from tsattn.integrations.hf_stats import DecodeTrace, Recorder
+from tsattn.integrations.hf_variance import query_variance
 
 NAME = "tsattn"
 """The attention implementation's name in Transformers."""
@@ -57,6 +58,7 @@ __all__ = [
     "cache_argument",
     "full_attention_layers",
     "make_cache",
+    "query_variance",
     "register",
     "sparse",
 ]
@@ -77,6 +79,7 @@ def make_cache(
     *,
     from_cache: DynamicCache | None = None,
     attention_mask: Tensor | None = None,
+    metric: Mapping[int, Tensor] | None = None,
 ) -> SparseCache:
     """A cache for ``model(..., cache=...)`` or ``generate(..., cache=...)`` under the "tsattn" attention.
 
@@ -91,14 +94,17 @@ def make_cache(
         full layers are copied into pages, sliding layers are snapshots.
     attention_mask : Tensor, optional
         [B, L] mask of ones and zeros that ``from_cache`` was filled with. Needed when its rows are padded.
+    metric : mapping of int to torch.Tensor, optional
+        [HKV, D] fp32 by layer, for kind "centroids", as :func:`query_variance` measures it; a layer that isn't named has none.
 
     Raises
     ------
     ValueError
-        If the model has no full-attention layer, ``dense_layers`` names another layer, or ``from_cache`` isn't this model's.
+        If the model has no full-attention layer, ``dense_layers`` or ``metric`` name another layer, or ``from_cache`` isn't
+        this model's.
     """
     register()
-    return build_cache(model_config, sparse_config, Recorder(), from_cache, attention_mask)
+    return build_cache(model_config, sparse_config, Recorder(), from_cache, attention_mask, metric)
 
 
 def cache_argument(model: PreTrainedModel) -> str:
@@ -109,8 +115,9 @@ def cache_argument(model: PreTrainedModel) -> str:
 class Handle:
     """What :func:`sparse` gives: counts, and (with ``trace=True``) every decode step's query and selection."""
 
-    def __init__(self, sparse_config: SparseConfig, trace: bool) -> None:
+    def __init__(self, sparse_config: SparseConfig, trace: bool, metric: Mapping[int, Tensor] | None) -> None:
         self.sparse_config = sparse_config
+        self.metric = metric
         self._recorder = Recorder(trace=trace)
 
     def stats(self) -> dict[str, Any]:
@@ -118,7 +125,7 @@ class Handle:
         return self._recorder.stats()
 
     def _new_cache(self, model: PreTrainedModel) -> SparseCache:
-        return build_cache(model.config, self.sparse_config, self._recorder, None, None)
+        return build_cache(model.config, self.sparse_config, self._recorder, None, None, self.metric)
 
     def _watch(self, model: PreTrainedModel, cache: Any) -> None:
         """Count what a cache's decode steps read from now on; refuse a cache without pages."""
@@ -140,7 +147,9 @@ _ACTIVE: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
 
 
 @contextmanager
-def sparse(model: PreTrainedModel, sparse_config: SparseConfig, *, trace: bool = False) -> Iterator[Handle]:
+def sparse(
+    model: PreTrainedModel, sparse_config: SparseConfig, *, trace: bool = False, metric: Mapping[int, Tensor] | None = None
+) -> Iterator[Handle]:
     """Run ``model`` over selected pages inside the ``with`` block; afterwards the model is as it was.
 
     Parameters
@@ -152,6 +161,8 @@ def sparse(model: PreTrainedModel, sparse_config: SparseConfig, *, trace: bool =
         Of the caches made inside the block.
     trace : bool
         Keep queries and selections in ``handle.traces``.
+    metric : mapping of int to torch.Tensor, optional
+        As in :func:`make_cache`, for the caches made inside the block.
 
     Yields
     ------
@@ -183,8 +194,8 @@ def sparse(model: PreTrainedModel, sparse_config: SparseConfig, *, trace: bool =
         raise RuntimeError("this model is inside another `sparse(...)` block already; leave that one first")
     _refuse_model(model)
     register()
-    handle = Handle(sparse_config, trace)
-    build_cache(model.config, sparse_config, Recorder(), None, None)
+    handle = Handle(sparse_config, trace, metric)
+    build_cache(model.config, sparse_config, Recorder(), None, None, metric)
     hook, override = None, model.__dict__.get(_PREPARE)
     _ACTIVE.add(model)
     try:

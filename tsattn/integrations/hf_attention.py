@@ -90,6 +90,7 @@ def _decode(layer: PagedLayer, query: Tensor, scale: float, softcap: float, sink
             page_table,
             seq_lens,
             page_stats_scale=pool.page_stats_scale,
+            page_stats_weight=pool.page_stats_weight,
             return_selection=True,
             **options,
         )

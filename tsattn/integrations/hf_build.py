@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -16,21 +17,27 @@ from tsattn.integrations.hf_undo import SlidingUndo
 
 
 def build_cache(
-    model_config: Any, sparse_config: SparseConfig, recorder: Recorder, from_cache: Any, attention_mask: Tensor | None
+    model_config: Any,
+    sparse_config: SparseConfig,
+    recorder: Recorder,
+    from_cache: Any,
+    attention_mask: Tensor | None,
+    metric: Mapping[int, Tensor] | None,
 ) -> SparseCache:
     """The work of :func:`tsattn.integrations.hf.make_cache`, with the recorder to report to."""
     cache = SparseCache(config=model_config)
     masks, cache.undo = MaskReader(), SlidingUndo()
     paged = full_attention_layers(model_config)
     for index in paged:
-        cache.layers[index] = PagedLayer(sparse_config, index, masks, recorder, cache.undo)
+        cache.layers[index] = PagedLayer(sparse_config, index, masks, recorder, cache.undo, (metric or {}).get(index))
     if not paged:
         kinds = sorted({type(layer).__name__ for layer in cache.layers})
         raise ValueError(
             f"this model has no full-attention layer to page (its cache layers are {kinds}): there is nothing for tsattn to do"
         )
     shared = [layer for group in sparse_config.shared_layers for layer in group]
-    for name, layers in (("dense_layers", sparse_config.dense_layers), ("shared_layers", shared)):
+    named = {"dense_layers": sparse_config.dense_layers, "shared_layers": shared, "metric": metric or ()}
+    for name, layers in named.items():
         unknown = sorted(set(layers) - set(paged))
         if unknown:
             raise ValueError(

@@ -48,6 +48,8 @@ class PagedLayer(DynamicLayer):  # type: ignore[misc]
         Shared by the layers of a cache: a mask is read once per forward pass, a refused call leaves nothing in any layer.
     recorder : Recorder
         Receives what decode steps read.
+    metric : Tensor, optional
+        [HKV, D] fp32, the pool's metric.
 
     Attributes
     ----------
@@ -57,7 +59,15 @@ class PagedLayer(DynamicLayer):  # type: ignore[misc]
         The layer whose selection this one reads, see ``SparseConfig.shared_layers``.
     """
 
-    def __init__(self, config: SparseConfig, layer_idx: int, masks: MaskReader, recorder: Recorder, undo: SlidingUndo) -> None:
+    def __init__(
+        self,
+        config: SparseConfig,
+        layer_idx: int,
+        masks: MaskReader,
+        recorder: Recorder,
+        undo: SlidingUndo,
+        metric: Tensor | None = None,
+    ) -> None:
         self.pool: PagedKVCache | None = None
         self.seqs: list[int] = []
         self.pads: list[int] = []
@@ -67,6 +77,7 @@ class PagedLayer(DynamicLayer):  # type: ignore[misc]
         self._newest = (0, 0, 0)
         super().__init__()
         self.config = config
+        self.metric = metric
         self.layer_idx = layer_idx
         self.masks, self.undo = masks, undo
         self.recorder = recorder
@@ -87,7 +98,9 @@ class PagedLayer(DynamicLayer):  # type: ignore[misc]
         size = self.config.page_size
         with torch.inference_mode(False):  # a pool made in inference mode could not be written outside of it
             pages = max(batch, 1) * -(-(tokens + _FIRST_SLACK) // size)
-            self.pool = PagedKVCache.from_config(self.config, pages, heads, head_dim, dtype=self.dtype, device=self.device)
+            self.pool = PagedKVCache.from_config(
+                self.config, pages, heads, head_dim, dtype=self.dtype, device=self.device, metric=self.metric
+            )
         self.seqs = list(self.pool.allocate(batch))
         self.pads = [0] * batch
         self.is_initialized = True

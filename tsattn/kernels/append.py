@@ -15,6 +15,7 @@ share a page agree on its fill, the largest that any of them sees.
     k, v        [T, HKV, D]           k_cache, v_cache  [num_pages, S, HKV, D]
     page_stats  [num_pages, HKV, M, D]                  slot_mapping      [T] int64
     page_stats_scale  [num_pages, HKV, M] fp32, for int8 page_stats
+    page_stats_weight [num_pages, HKV, M] fp32 and metric [HKV, D] fp32, for CENTROIDS
 """
 
 import torch
@@ -25,7 +26,8 @@ from tsattn.kernels.launch import Piece, block_dim, codes, next_pow2, on_device_
 from tsattn.kernels.primitives import encode, pages_of, to_f32
 from tsattn.kernels.summary import KIND_CODES, write_page_stats
 from tsattn.scratch import Scratch
-from tsattn.tuning.space import pick
+from tsattn.summaries import SUMMARIES
+from tsattn.tuning.space import Config, pick
 
 
 @triton.jit
@@ -85,8 +87,8 @@ def _copy_rows(cache_page, stride_slot, slot, source, stride_token, winner, scal
     tl.store(cache_page + slot[:, None].to(tl.int64) * stride_slot + d[None, :], rows, mask=mask)
 
 
-#: Strides of the statistics' scales: a pool's size may be in them, and they needn't be multiples of 16.
-_SCALE_STRIDES = ["stride_cp", "stride_ch"]
+#: Strides of the statistics' scales and weights: a pool's size may be in them, and they needn't be multiples of 16.
+_SCALE_STRIDES = ["stride_cp", "stride_ch", "stride_wp", "stride_wh"]
 
 
 @triton.jit(do_not_specialize=["T", "num_pages", *_SCALE_STRIDES])
@@ -95,11 +97,13 @@ def _append_kernel(
     v_cache,
     page_stats,
     page_stats_scale,
+    page_stats_weight,
     k,
     v,
     slot_mapping,
     k_scale,
     v_scale,
+    metric,
     stride_kp,
     stride_ks,
     stride_kh,
@@ -110,6 +114,8 @@ def _append_kernel(
     stride_sh,
     stride_cp,
     stride_ch,
+    stride_wp,
+    stride_wh,
     stride_nk,
     stride_nkh,
     stride_nv,
@@ -117,6 +123,7 @@ def _append_kernel(
     stride_map,
     stride_kscale,
     stride_vscale,
+    stride_metric,
     T,
     num_pages,
     HKV: tl.constexpr,
@@ -162,25 +169,35 @@ def _append_kernel(
     # The statistics read the page back through other threads than those that wrote it.
     tl.debug_barrier()
     stats = page_stats + page * stride_sp + head * stride_sh
-    stats_scale = page_stats_scale
+    stats_scale, stats_weight, head_metric = page_stats_scale, page_stats_weight, metric
     if page_stats_scale is not None:
         stats_scale = page_stats_scale + page * stride_cp + head * stride_ch
-    write_page_stats(stats, stats_scale, k_page, stride_ks, fill, key_scale, KIND, S, D, M, BLOCK_S, BLOCK_D)
+    if page_stats_weight is not None:
+        stats_weight = page_stats_weight + page * stride_wp + head * stride_wh
+    if metric is not None:
+        head_metric = metric + head * stride_metric
+    write_page_stats(
+        stats, stats_scale, stats_weight, k_page, stride_ks, fill, key_scale, head_metric, KIND, S, D, M, BLOCK_S, BLOCK_D
+    )
 
 
 @triton.jit(do_not_specialize=["stride_tr", "N", "num_pages", *_SCALE_STRIDES])
 def _rebuild_stats_kernel(
     page_stats,
     page_stats_scale,
+    page_stats_weight,
     k_cache,
     page_table,
     seq_lens,
     page_fill,
     k_scale,
+    metric,
     stride_sp,
     stride_sh,
     stride_cp,
     stride_ch,
+    stride_wp,
+    stride_wh,
     stride_kp,
     stride_ks,
     stride_kh,
@@ -188,6 +205,7 @@ def _rebuild_stats_kernel(
     stride_tn,
     stride_len,
     stride_kscale,
+    stride_metric,
     N,
     num_pages,
     HKV: tl.constexpr,
@@ -212,11 +230,30 @@ def _rebuild_stats_kernel(
     if k_scale is not None:
         scale = tl.load(k_scale + head * stride_kscale)
     stats = page_stats + page * stride_sp + head * stride_sh
-    stats_scale = page_stats_scale
+    stats_scale, stats_weight, head_metric = page_stats_scale, page_stats_weight, metric
     if page_stats_scale is not None:
         stats_scale = page_stats_scale + page * stride_cp + head * stride_ch
+    if page_stats_weight is not None:
+        stats_weight = page_stats_weight + page * stride_wp + head * stride_wh
+    if metric is not None:
+        head_metric = metric + head * stride_metric
     k_page = k_cache + page * stride_kp + head * stride_kh
-    write_page_stats(stats, stats_scale, k_page, stride_ks, fill, scale, KIND, S, D, M, BLOCK_S, BLOCK_D)
+    write_page_stats(
+        stats, stats_scale, stats_weight, k_page, stride_ks, fill, scale, head_metric, KIND, S, D, M, BLOCK_S, BLOCK_D
+    )
+
+
+#: Elements of a page that a thread holds where the whole page is one tile.
+_PER_THREAD = 16
+_MOST_WARPS = 16
+
+
+def _tile(config: Config, kind: str, page_size: int, head_dim: int) -> tuple[int, int]:
+    """(slots at a time, warps): what is tuned, or a whole page where a kind looks at all its keys at once."""
+    whole = next_pow2(page_size)
+    if SUMMARIES[kind].max_page_size is None:
+        return min(config["BLOCK_S"], whole), config.num_warps
+    return whole, max(config.num_warps, min(_MOST_WARPS, whole * block_dim(head_dim) // (32 * _PER_THREAD)))
 
 
 def append_kv(
@@ -231,6 +268,8 @@ def append_kv(
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
     page_stats_scale: torch.Tensor | None = None,
+    page_stats_weight: torch.Tensor | None = None,
+    metric: torch.Tensor | None = None,
     scratch: Scratch | None = None,
 ) -> None:
     """Write tokens into the cache and recompute the statistics of the pages they touch."""
@@ -239,6 +278,7 @@ def append_kv(
     if num_tokens == 0:
         return
     config = pick("append", element_size=k_cache.element_size(), head_dim=head_dim, page_size=page_size)
+    block_s, num_warps = _tile(config, kind, page_size, head_dim)
     k_codes, v_codes = codes(k_cache), codes(v_cache)
     new_k, new_v = codes(k), codes(v)
     with on_device_of(k_cache):
@@ -247,20 +287,24 @@ def append_kv(
             v_codes,
             page_stats,
             page_stats_scale,
+            page_stats_weight,
             new_k,
             new_v,
             slot_mapping,
             k_scale,
             v_scale,
+            metric,
             *k_codes.stride()[:3],
             *v_codes.stride()[:3],
             *page_stats.stride()[:2],
             *page_strides(page_stats_scale),
+            *page_strides(page_stats_weight),
             *new_k.stride()[:2],
             *new_v.stride()[:2],
             slot_mapping.stride(0),
             stride_or_zero(k_scale),
             stride_or_zero(v_scale),
+            stride_or_zero(metric),
             num_tokens,
             num_pages,
             HKV=num_kv_heads,
@@ -269,9 +313,9 @@ def append_kv(
             M=page_stats.shape[2],
             KIND=KIND_CODES[kind],
             BLOCK_T=config["BLOCK_T"],
-            BLOCK_S=min(config["BLOCK_S"], next_pow2(page_size)),
+            BLOCK_S=block_s,
             BLOCK_D=block_dim(head_dim),
-            num_warps=config.num_warps,
+            num_warps=num_warps,
             num_stages=config.num_stages,
         )
 
@@ -305,6 +349,8 @@ def rebuild_page_stats(
     kind: str,
     k_scale: torch.Tensor | None,
     page_stats_scale: torch.Tensor | None = None,
+    page_stats_weight: torch.Tensor | None = None,
+    metric: torch.Tensor | None = None,
     scratch: Scratch | None = None,
 ) -> None:
     """Recompute the statistics of every page that a row uses, from the cache."""
@@ -313,22 +359,27 @@ def rebuild_page_stats(
     if num_rows * num_cells == 0:
         return
     config = pick("append", element_size=k_cache.element_size(), head_dim=head_dim, page_size=page_size)
+    block_s, num_warps = _tile(config, kind, page_size, head_dim)
     k_codes = codes(k_cache)
     with on_device_of(k_cache):
         _rebuild_stats_kernel[(num_rows * num_cells * num_kv_heads,)](
             page_stats,
             page_stats_scale,
+            page_stats_weight,
             k_codes,
             page_table,
             seq_lens,
             _page_fill(page_table, seq_lens, num_pages, page_size, scratch_or_new(scratch, k_cache)),
             k_scale,
+            metric,
             *page_stats.stride()[:2],
             *page_strides(page_stats_scale),
+            *page_strides(page_stats_weight),
             *k_codes.stride()[:3],
             *page_table.stride(),
             seq_lens.stride(0),
             stride_or_zero(k_scale),
+            stride_or_zero(metric),
             num_cells,
             num_pages,
             HKV=num_kv_heads,
@@ -336,8 +387,8 @@ def rebuild_page_stats(
             D=head_dim,
             M=page_stats.shape[2],
             KIND=KIND_CODES[kind],
-            BLOCK_S=min(config["BLOCK_S"], next_pow2(page_size)),
+            BLOCK_S=block_s,
             BLOCK_D=block_dim(head_dim),
-            num_warps=config.num_warps,
+            num_warps=num_warps,
             num_stages=config.num_stages,
         )

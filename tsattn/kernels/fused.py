@@ -226,6 +226,7 @@ def sparse_decode(
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
     page_stats_scale: torch.Tensor | None = None,
+    page_stats_weight: torch.Tensor | None = None,
     plan: str,
     scratch: Scratch | None = None,
     counters: torch.Tensor | None = None,
@@ -262,6 +263,7 @@ def sparse_decode(
         "softmax_scale": softmax_scale,
         "group_reduce": group_reduce,
         "page_stats_scale": page_stats_scale,
+        "page_stats_weight": page_stats_weight,
     }
     num_lists = page_ids.shape[1]
     physical, tokens = (scratch.take(*piece) for piece in _list_pieces(num_rows, num_lists, width))

@@ -10,7 +10,8 @@ import triton.language as tl
 from tsattn.kernels.handoff import arrivals_of_row, is_last
 from tsattn.kernels.launch import GROWING, Growing
 from tsattn.kernels.primitives import cdiv, pages_of
-from tsattn.kernels.score import score_program, score_tile
+from tsattn.kernels.score import score_program
+from tsattn.kernels.score_tile import score_tile
 from tsattn.kernels.select_radix import select_list
 
 

@@ -63,12 +63,18 @@ def encode_e4m3(x):
 
 
 @triton.jit
+def round_to_int(x):
+    """fp32 of magnitude below 2**22 -> int32, half to even."""
+    return (x + _ROUND_INT).to(tl.int32, bitcast=True) - _ROUND_INT_BITS
+
+
+@triton.jit
 def encode_int8(x):
     """fp32 -> int8 code: half to even, clamped to [-127, 127], NaN -> 0."""
     x = tl.where(x == x, x, 0.0)
     x = tl.where(x > 127.0, 127.0, x)
     x = tl.where(x < -127.0, -127.0, x)
-    return ((x + _ROUND_INT).to(tl.int32, bitcast=True) - _ROUND_INT_BITS).to(tl.int8)
+    return round_to_int(x).to(tl.int8)
 
 
 @triton.jit

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,12 +22,13 @@ ELEMENT = {None: 2.0, torch.int8: 1.0, torch.float32: 4.0, torch.float16: 2.0, t
 
 @dataclass(frozen=True)
 class QueryAware:
-    """:func:`tsattn.sparse_decode` with one configuration.
+    """:func:`tsattn.sparse_decode` with one configuration; ``metric`` is that of its centroids, by layer.
 
     Rows are those of decoding token by token: the page of a row's newest token is summarised as far as that row sees it.
     """
 
     config: SparseConfig
+    metric: Mapping[int, Tensor] = field(default_factory=dict)
     chosen: dict[int, PageSelection] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -62,19 +64,22 @@ class QueryAware:
         fills[pages.k_cache.shape[0] :] = (step.seq_lens - 1) % size + 1
         dtype = config.stats_dtype or step.keys.dtype
         stats = torch.empty((num_pages, heads_kv, config.vectors, dim), dtype=dtype, device=step.q.device)
-        scale = torch.empty(stats.shape[:3], device=step.q.device) if dtype == torch.int8 else None
-        rebuild_page_stats(own.k_cache, stats, every, fills, kind=config.kind, page_stats_scale=scale)
+        beside: dict[str, Any] = {
+            "page_stats_scale": torch.empty(stats.shape[:3], device=step.q.device) if dtype == torch.int8 else None,
+            "page_stats_weight": torch.empty(stats.shape[:3], device=step.q.device) if config.kind == "centroids" else None,
+        }
+        metric = self.metric.get(step.layer) if config.kind == "centroids" else None
+        rebuild_page_stats(own.k_cache, stats, every, fills, kind=config.kind, metric=metric, **beside)
         caches = own.k_cache, own.v_cache, stats, own.page_table
-        return sparse_decode(
-            step.q, *caches, step.seq_lens, config=config, page_stats_scale=scale, return_selection=True, **step.options
-        )
+        return sparse_decode(step.q, *caches, step.seq_lens, config=config, return_selection=True, **beside, **step.options)
 
     def _statistics_bytes(self, step: Step) -> float:
         """Of the rows that are scored: those that can't keep all their pages."""
         config = self.config
         pages = -(-step.seq_lens // config.page_size)
         covered = (pages <= config.pages_kept) | (step.seq_lens < config.min_seq_len)
-        vector = step.keys.shape[2] * ELEMENT[config.stats_dtype] + (4 if config.stats_dtype == torch.int8 else 0)
+        beside = (config.stats_dtype == torch.int8) + (config.kind == "centroids")  # fp32 scale, fp32 weight
+        vector = step.keys.shape[2] * ELEMENT[config.stats_dtype] + 4 * beside
         return float(pages[~covered].sum()) * step.keys.shape[0] * config.vectors * vector
 
 

@@ -6,23 +6,17 @@ import torch
 from torch import Tensor
 
 from tsattn.quantisation import dequantise, quantise
-from tsattn.summaries import SUMMARIES, write_statistics
+from tsattn.summaries import SUMMARIES, Stored, write_statistics
 
 
 def write_page_stats(
-    k_cache: Tensor,
-    page_stats: Tensor,
-    page_stats_scale: Tensor | None,
-    page: int,
-    fill: int,
-    kind: str,
-    k_scale: Tensor | None,
+    k_cache: Tensor, stored: Stored, page: int, fill: int, kind: str, k_scale: Tensor | None, metric: Tensor | None
 ) -> None:
     """Recompute the statistics of one page from its first ``fill`` slots, as attention reads them."""
     keys = dequantise(k_cache[page], k_scale).transpose(0, 1)  # [HKV, S, D]
     fills = torch.full((keys.shape[0],), fill, device=keys.device)
-    statistics = SUMMARIES[kind].update(keys, fills, page_stats.shape[2])
-    write_statistics(statistics, kind, page_stats, page_stats_scale, page)
+    statistics = SUMMARIES[kind].update(keys, fills, stored.page_stats.shape[2], metric)
+    write_statistics(statistics, kind, stored, page)
 
 
 def append_kv(
@@ -37,6 +31,8 @@ def append_kv(
     k_scale: Tensor | None,
     v_scale: Tensor | None,
     page_stats_scale: Tensor | None = None,
+    page_stats_weight: Tensor | None = None,
+    metric: Tensor | None = None,
 ) -> None:
     """Write token t to slot ``slot_mapping[t]`` and recompute each touched page up to its last written slot."""
     page_size = k_cache.shape[1]
@@ -48,8 +44,9 @@ def append_kv(
         k_cache[page, slot] = quantise(k[t], k_scale, k_cache.dtype)
         v_cache[page, slot] = quantise(v[t], v_scale, v_cache.dtype)
         fill_of_page[page] = max(fill_of_page.get(page, 0), slot + 1)
+    stored = Stored(page_stats, page_stats_scale, page_stats_weight)
     for page, fill in fill_of_page.items():
-        write_page_stats(k_cache, page_stats, page_stats_scale, page, fill, kind, k_scale)
+        write_page_stats(k_cache, stored, page, fill, kind, k_scale, metric)
 
 
 def rebuild_page_stats(
@@ -61,6 +58,8 @@ def rebuild_page_stats(
     kind: str,
     k_scale: Tensor | None,
     page_stats_scale: Tensor | None = None,
+    page_stats_weight: Tensor | None = None,
+    metric: Tensor | None = None,
 ) -> None:
     """Recompute the statistics of all pages of all rows; a page that rows share takes the longest fill."""
     page_size = k_cache.shape[1]
@@ -69,5 +68,6 @@ def rebuild_page_stats(
         for n in range(-(-length // page_size)):
             fill = min(page_size, length - n * page_size)
             fill_of_page[row[n]] = max(fill_of_page.get(row[n], 0), fill)
+    stored = Stored(page_stats, page_stats_scale, page_stats_weight)
     for page, fill in fill_of_page.items():
-        write_page_stats(k_cache, page_stats, page_stats_scale, page, fill, kind, k_scale)
+        write_page_stats(k_cache, stored, page, fill, kind, k_scale, metric)

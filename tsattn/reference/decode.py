@@ -32,6 +32,7 @@ def sparse_decode(
     recent_pages: int,
     softmax_scale: float,
     page_stats_scale: Tensor | None = None,
+    page_stats_weight: Tensor | None = None,
     **attention: Any,
 ) -> None:
     """Score, select, attend; ``attention`` are the other options of :func:`attend_pages`."""
@@ -39,7 +40,7 @@ def sparse_decode(
     paged, lists = (page_table, seq_lens), (page_ids, page_counts)
     scores = torch.empty((*page_ids.shape[:2], page_table.shape[1]), dtype=torch.float32, device=q.device)
     ranking: dict[str, Any] = {"kind": kind, "box_scale": box_scale, "group_reduce": group_reduce}
-    ranking["page_stats_scale"] = page_stats_scale
+    ranking |= {"page_stats_scale": page_stats_scale, "page_stats_weight": page_stats_weight}
     forced: dict[str, Any] = {"sink_pages": sink_pages, "recent_pages": recent_pages}
     score_pages(q, page_stats, *paged, scores, page_size=page_size, softmax_scale=softmax_scale, **ranking)
     select_pages(scores, seq_lens, *lists, page_size=page_size, budget=budget, top_p=None, **forced)

@@ -11,9 +11,16 @@ from tsattn.summaries import SUMMARIES, dequantise_statistics, parts_of_full_pag
 
 
 def _head_scores(
-    q: Tensor, stats: Tensor, length: int, page_size: int, kind: str, box_scale: float | Tensor, scale: float
+    q: Tensor,
+    stats: Tensor,
+    weight: Tensor | None,
+    length: int,
+    page_size: int,
+    kind: str,
+    box_scale: float | Tensor,
+    scale: float,
 ) -> Tensor:
-    """Scores of one row per query head, [HKV, G, P] fp64; q [HKV, G, D], stats [P, HKV, M, D]."""
+    """Scores of one row per query head, [HKV, G, P] fp64; q [HKV, G, D], stats [P, HKV, M, D], weight [P, HKV, M]."""
     summary = SUMMARIES[kind]
     num_pages, _, m, _ = stats.shape
     if isinstance(box_scale, Tensor):
@@ -22,6 +29,9 @@ def _head_scores(
     products = scale * torch.einsum("hgmd,phmd->hgpm", coefficients, stats.double())
     if summary.combine == "sum":
         scores = products.sum(dim=-1)
+    elif weight is not None:
+        weight = weight.double().transpose(0, 1)[:, None]  # [HKV, 1, P, M]
+        scores = torch.logsumexp(torch.where(weight == -math.inf, -math.inf, products + weight), dim=-1)
     else:
         starts = torch.arange(num_pages, device=q.device)[:, None] * page_size
         starts = starts + torch.arange(m, device=q.device) * sub_page_slots(page_size, m)  # [P, M]
@@ -76,6 +86,7 @@ def score_pages(
     softmax_scale: float,
     group_reduce: str,
     page_stats_scale: Tensor | None = None,
+    page_stats_weight: Tensor | None = None,
 ) -> None:
     """Score the pages of every row; ``scores`` [R, H, N] gets -inf behind a row's last page."""
     heads_kv = page_stats.shape[1]
@@ -89,5 +100,6 @@ def score_pages(
         if page_stats_scale is not None:
             stats = dequantise_statistics(stats, page_stats_scale[pages])
         grouped = q[r].reshape(heads_kv, -1, q.shape[2])  # [HKV, G, D]
-        per_head = _head_scores(grouped, stats, length, page_size, kind, box_scale, softmax_scale)
+        weight = None if page_stats_weight is None else page_stats_weight[pages]
+        per_head = _head_scores(grouped, stats, weight, length, page_size, kind, box_scale, softmax_scale)
         scores[r, :, :num_pages] = reduce_group(per_head, group_reduce).to(scores.dtype)

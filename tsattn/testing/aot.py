@@ -28,6 +28,7 @@ from triton.runtime.jit import JITFunction
 
 from tsattn import kernels
 from tsattn.kernels import select
+from tsattn.summaries import SUMMARIES
 from tsattn.tuning import space
 
 TARGETS = {
@@ -119,24 +120,23 @@ def _scale(dtype: torch.dtype) -> torch.Tensor | None:
     return torch.ones(_HEADS_KV) if dtype in (INT8, FP8) else None
 
 
-def _statistics(vectors: int, dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Statistics and, for int8, the scales of their vectors."""
-    scales = torch.ones(_PAGES, _HEADS_KV, vectors) if dtype == INT8 else None
-    return torch.zeros(_PAGES, _HEADS_KV, vectors, dim, dtype=dtype), scales
+def _statistics(kind: str, vectors: int, dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Statistics and, as arguments, the numbers of their vectors that int8 and the kind call for."""
+    asked = {"page_stats_scale": dtype == INT8, "page_stats_weight": SUMMARIES[kind].weighted}
+    numbers = {name: torch.ones(_PAGES, _HEADS_KV, vectors) if has_one else None for name, has_one in asked.items()}
+    return torch.zeros(_PAGES, _HEADS_KV, vectors, dim, dtype=dtype), numbers
 
 
 def _append(
     kind: str, m: int, dtype: torch.dtype, cache: torch.dtype, stats: torch.dtype, dim: int, page_size: int, tokens: int = 33
 ) -> None:
-    k = torch.zeros(tokens, _HEADS_KV, dim, dtype=dtype)
-    k_cache, scale = _cache(cache, dim, page_size), _scale(cache)
-    page_stats, scales = _statistics(m, dim, stats)
+    k, k_cache, scale = torch.zeros(tokens, _HEADS_KV, dim, dtype=dtype), _cache(cache, dim, page_size), _scale(cache)
+    page_stats, options = _statistics(kind, m, dim, stats)
+    options |= {"kind": kind, "k_scale": scale, "metric": torch.ones(_HEADS_KV, dim) if SUMMARIES[kind].weighted else None}
     slots = torch.zeros(tokens, dtype=torch.int64)
-    kernels.append_kv(
-        k, k, k_cache, k_cache.clone(), page_stats, slots, kind=kind, k_scale=scale, v_scale=scale, page_stats_scale=scales
-    )
+    kernels.append_kv(k, k, k_cache, k_cache.clone(), page_stats, slots, v_scale=scale, **options)
     table, lens = torch.zeros(3, 5, dtype=torch.int32), torch.zeros(3, dtype=torch.int64)
-    kernels.rebuild_page_stats(k_cache, page_stats, table, lens, kind=kind, k_scale=scale, page_stats_scale=scales)
+    kernels.rebuild_page_stats(k_cache, page_stats, table, lens, **options)
 
 
 def _score(
@@ -153,7 +153,7 @@ def _score(
     cells: int = 100,
 ) -> None:
     q = torch.zeros(rows, _HEADS_KV * group, dim, dtype=dtype)
-    page_stats, scales = _statistics(m, dim, stats)
+    page_stats, numbers = _statistics(kind, m, dim, stats)
     heads = _HEADS_KV * (group if reduce == "none" else 1)
     kernels.score_pages(
         q,
@@ -166,7 +166,7 @@ def _score(
         box_scale=torch.ones(_HEADS_KV) if box is None else box,
         softmax_scale=dim**-0.5,
         group_reduce=reduce,
-        page_stats_scale=scales,
+        **numbers,
     )
 
 
@@ -238,7 +238,7 @@ def _decode(
     heads = _HEADS_KV * group
     lists, width = heads if reduce == "none" else _HEADS_KV, min(64, cells)
     q, k_cache, scale = torch.zeros(rows, heads, dim, dtype=dtype), _cache(cache, dim, page_size), _scale(cache)
-    page_stats, scales = _statistics(m, dim, stats or dtype)
+    page_stats, numbers = _statistics(kind, m, dim, stats or dtype)
     kernels.sparse_decode(
         q,
         k_cache,
@@ -262,7 +262,7 @@ def _decode(
         sinks=torch.zeros(heads, dtype=dtype) if extras else None,
         k_scale=scale,
         v_scale=scale,
-        page_stats_scale=scales,
+        **numbers,
         plan=plan,
         counters=torch.zeros(kernels.num_counters(rows, _HEADS_KV, heads), dtype=torch.int32),
     )
@@ -290,6 +290,8 @@ def cases() -> dict[str, Callable[[], None]]:
     add(_append, "means", 8, FP32, FP8, FP32, 256, 128)
     add(_append, "means", 1, BF16, BF16, INT8, 128, 16)
     add(_append, "minmax", 2, BF16, BF16, INT8, 128, 16)
+    for stats, page_size in ((BF16, 16), (INT8, 16), (BF16, 64)):
+        add(_append, "centroids", 2, BF16, BF16, stats, 128, page_size)
 
     add(_score, "minmax", 2, BF16, BF16, 128, 16, 4, "max")
     add(_score, "minmax", 2, FP16, FP16, 80, 64, 5, "none", box=0.25)
@@ -303,6 +305,8 @@ def cases() -> dict[str, Callable[[], None]]:
         add(_score, kind, m, BF16, INT8, 128, 16, 4, "max")
     add(_score, "means", 1, BF16, INT8, 128, 16, 8, "max")
     add(_score, "meanvar", 2, FP16, INT8, 80, 12, 8, "none")
+    add(_score, "centroids", 2, BF16, BF16, 128, 16, 4, "max")
+    add(_score, "centroids", 2, BF16, INT8, 128, 16, 4, "max")
 
     add(_select, "tile", 2048, 128)
     add(_select, "tile", 100, 128, wide=True)
@@ -332,6 +336,7 @@ def cases() -> dict[str, Callable[[], None]]:
 
     for plan in kernels.PLANS:
         add(_decode, plan, "means", 2, BF16, BF16, 128, 16, 4, "max")
+        add(_decode, plan, "centroids", 2, BF16, BF16, 128, 16, 4, "max")
     for plan in kernels.PLANS[1:]:
         add(_decode, plan, "minmax", 2, FP16, INT8, 80, 12, 5, "none", extras=True, rows=1)
     for plan in ("two", "row"):
@@ -341,7 +346,6 @@ def cases() -> dict[str, Callable[[], None]]:
     add(_decode, "ticket", "minmax", 2, BF16, FP8, 256, 64, 17, "max")
     for plan in kernels.PLANS:
         add(_decode, plan, "means", 2, BF16, BF16, 128, 16, 64, "max")
-
     add(_merge, BF16, 80)
     add(_merge, FP32, 256)
     return table

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tsattn.quantisation import QUANTISED_DTYPES, dequantise, quantise
-from tsattn.summaries import SUMMARIES, num_vectors, write_statistics
+from tsattn.summaries import SUMMARIES, Stored, num_vectors, write_statistics
 
 LAYOUTS = ("HND", "NHD", "halves", "packed")
 TABLE_POISON = 2**31 - 1
@@ -32,6 +32,8 @@ class PagedCase:
     page_size: int
     kind: str
     page_stats_scale: Tensor | None = None
+    page_stats_weight: Tensor | None = None
+    metric: Tensor | None = None
 
     def tokens(self, row: int, head_kv: int, positions: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Dequantised keys and values [T, D] of a row at logical positions."""
@@ -88,11 +90,12 @@ def make_case(
     parts: int = 2,
     layout: str = "HND",
     spare_pages: int = 3,
+    metric: Tensor | None = None,
     seed: int = 0,
 ) -> PagedCase:
     """Random rows of the given lengths on shuffled physical pages.
 
-    Unwritten slots, unused pages and their statistics (of int8 ones the scales) are NaN, unused table cells are
+    Unwritten slots, unused pages and their statistics (of int8 ones the scales; weights too) are NaN, unused table cells are
     ``TABLE_POISON``. Statistics are computed here from the dequantised keys, independently of any append.
     """
     rng = torch.Generator().manual_seed(seed)
@@ -108,7 +111,11 @@ def make_case(
     table = torch.full((len(lengths), max(1, max(counts, default=0)) + 1), TABLE_POISON, dtype=torch.int32)
     m = num_vectors(kind, parts)
     stats = _poisoned((num_pages, heads_kv, m, dim), stats_dtype or dtype, "cpu")
-    stats_scale = _poisoned((num_pages, heads_kv, m), torch.float32, "cpu") if stats_dtype == torch.int8 else None
+    stats_scale, stats_weight = (
+        _poisoned((num_pages, heads_kv, m), torch.float32, "cpu") if has_one else None
+        for has_one in (stats_dtype == torch.int8, SUMMARIES[kind].weighted)
+    )
+    stored = Stored(stats, stats_scale, stats_weight)
     taken = 0
     for row, (length, count) in enumerate(zip(lengths, counts, strict=True)):
         pages = order[taken : taken + count]
@@ -124,8 +131,9 @@ def make_case(
                 else:
                     cache[page, :fill] = codes
             keys = dequantise(k_cache[page], scales[0]).transpose(0, 1)
-            statistics = SUMMARIES[kind].update(keys, torch.full((heads_kv,), fill), m)
-            write_statistics(statistics, kind, stats, stats_scale, page)
+            statistics = SUMMARIES[kind].update(keys, torch.full((heads_kv,), fill), m, metric)
+            write_statistics(statistics, kind, stored, page)
     q = torch.randn(len(lengths), heads_kv * group, dim, generator=rng).to(dtype)
     seq_lens = torch.tensor(list(lengths), dtype=torch.int32)
-    return PagedCase(q, k_cache, v_cache, stats, table, seq_lens, scales[0], scales[1], page_size, kind, stats_scale)
+    tables = table, seq_lens, scales[0], scales[1]
+    return PagedCase(q, k_cache, v_cache, stats, *tables, page_size, kind, stats_scale, stats_weight, metric)

@@ -6,29 +6,23 @@ import torch
 from torch import Tensor
 
 from tsattn.quantisation import dequantise, quantise
-from tsattn.summaries import SUMMARIES, write_statistics
+from tsattn.summaries import SUMMARIES, Stored, write_statistics
 from tsattn.torch_path.blocks import as_bytes_if_fp8
 
-PAGES_AT_ONCE = 1024
-"""Pages whose keys are held in fp32 (and fp64) at one time."""
+PAGES_AT_ONCE = 64
+"""Pages whose keys are held in fp32 (and fp64) at one time: few enough that these stay in a processor's caches."""
 
 
 def _write_stats(
-    k_cache: Tensor,
-    page_stats: Tensor,
-    page_stats_scale: Tensor | None,
-    pages: Tensor,
-    fills: Tensor,
-    kind: str,
-    k_scale: Tensor | None,
+    k_cache: Tensor, stored: Stored, pages: Tensor, fills: Tensor, kind: str, k_scale: Tensor | None, metric: Tensor | None
 ) -> None:
     """Recompute the statistics of ``pages`` [U] from their first ``fills`` [U] slots."""
     store = as_bytes_if_fp8(k_cache)
     for some, fill in zip(torch.split(pages, PAGES_AT_ONCE), torch.split(fills, PAGES_AT_ONCE), strict=True):
         codes = store[some].view(k_cache.dtype)
         keys = dequantise(codes, k_scale).transpose(1, 2)  # [u, HKV, S, D]
-        statistics = SUMMARIES[kind].update(keys, fill[:, None].expand(-1, keys.shape[1]), page_stats.shape[2])
-        write_statistics(statistics, kind, page_stats, page_stats_scale, some)
+        statistics = SUMMARIES[kind].update(keys, fill[:, None].expand(-1, keys.shape[1]), stored.page_stats.shape[2], metric)
+        write_statistics(statistics, kind, stored, some)
 
 
 def _last_writers(slots: Tensor) -> Tensor:
@@ -50,6 +44,8 @@ def append_kv(
     k_scale: Tensor | None,
     v_scale: Tensor | None,
     page_stats_scale: Tensor | None = None,
+    page_stats_weight: Tensor | None = None,
+    metric: Tensor | None = None,
 ) -> None:
     """Write token t to slot ``slot_mapping[t]`` and recompute each touched page up to its last written slot."""
     tokens = _last_writers(slot_mapping)
@@ -63,7 +59,8 @@ def append_kv(
         as_bytes_if_fp8(cache)[pages, slots] = as_bytes_if_fp8(codes)
     touched, place = torch.unique(pages, return_inverse=True)
     fills = torch.zeros_like(touched).scatter_reduce_(0, place, slots + 1, "amax")
-    _write_stats(k_cache, page_stats, page_stats_scale, touched, fills, kind, k_scale)
+    stored = Stored(page_stats, page_stats_scale, page_stats_weight)
+    _write_stats(k_cache, stored, touched, fills, kind, k_scale, metric)
 
 
 def rebuild_page_stats(
@@ -75,6 +72,8 @@ def rebuild_page_stats(
     kind: str,
     k_scale: Tensor | None,
     page_stats_scale: Tensor | None = None,
+    page_stats_weight: Tensor | None = None,
+    metric: Tensor | None = None,
 ) -> None:
     """Recompute the statistics of all pages of all rows; a page that rows share takes the longest fill."""
     page_size = k_cache.shape[1]
@@ -85,4 +84,5 @@ def rebuild_page_stats(
         return
     touched, place = torch.unique(page_table[used].long(), return_inverse=True)
     longest = torch.zeros_like(touched).scatter_reduce_(0, place, fills[used], "amax")
-    _write_stats(k_cache, page_stats, page_stats_scale, touched, longest, kind, k_scale)
+    stored = Stored(page_stats, page_stats_scale, page_stats_weight)
+    _write_stats(k_cache, stored, touched, longest, kind, k_scale, metric)

@@ -38,6 +38,7 @@ def sparse_decode(
     k_scale: Tensor | None,
     v_scale: Tensor | None,
     page_stats_scale: Tensor | None = None,
+    page_stats_weight: Tensor | None = None,
 ) -> None:
     """Score, select and attend; a row that keeps all its pages isn't scored. ``recent_pages`` is at least 1."""
     page_size, width = k_cache.shape[1], page_ids.shape[2]
@@ -70,6 +71,7 @@ def sparse_decode(
             softmax_scale=softmax_scale,
             group_reduce=group_reduce,
             page_stats_scale=page_stats_scale,
+            page_stats_weight=page_stats_weight,
         )
         pages = select_row(scores, kept, sink_pages=sink_pages, recent_pages=recent_pages)
         page_ids[r, :, :kept] = pages

@@ -23,20 +23,29 @@ def _products(columns: Tensor, blocks: Tensor, row: RowPages, by_page: bool) -> 
     return found[0] if len(found) == 1 else torch.cat(found, dim=1)
 
 
-def _steps(page_stats_scale: Tensor, row: RowPages) -> Tensor:
-    """What one step of the codes of each vector of a row's pages stands for, [HKV, P * M, 1]."""
+def _of_vectors(numbers: Tensor, row: RowPages) -> Tensor:
+    """One number [num_pages, HKV, M] of each vector of a row's pages, [HKV, P * M, 1]: an int8 scale, or a weight."""
     pages = row.cells.long() if row.start is None else slice(row.start, row.start + row.cells.shape[0])
-    return page_stats_scale[pages].transpose(0, 1).flatten(1)[..., None]
+    return numbers[pages].transpose(0, 1).flatten(1)[..., None]
+
+
+def _by_part(products: Tensor, m: int) -> Tensor:
+    """[HKV, P * M, G] as contiguous [M, HKV, P, G]: logsumexp is several times slower than logaddexp of contiguous tensors."""
+    return products.view(products.shape[0], -1, m, products.shape[2]).permute(2, 0, 1, 3).contiguous()
+
+
+def _log_sum_exp(weighted: Tensor, m: int) -> Tensor:
+    """Scores [HKV, P, G] from the scaled products of the vectors plus their weights, [HKV, P * M, G]."""
+    return functools.reduce(torch.logaddexp, _by_part(weighted, m).unbind(0))
 
 
 def _log_mean_exp(products: Tensor, m: int, length: int, page_size: int) -> Tensor:
     """Scores [HKV, P, G] from the scaled products of the parts, [HKV, P * M, G]."""
     num_pages, width = products.shape[1] // m, sub_page_slots(page_size, m)
-    parts = products.view(products.shape[0], num_pages, m, -1).permute(2, 0, 1, 3).contiguous()  # [M, HKV, P, G]
+    parts = _by_part(products, m)
     for j in range(1, m):
         held = -(-(length - j * width) // page_size) if j * width < page_size else 0  # pages whose part j has a token
         parts[j, :, max(0, min(num_pages, held)) :] = -math.inf
-    # logsumexp is several times slower than logaddexp of contiguous tensors.
     return functools.reduce(torch.logaddexp, parts.unbind(0)).sub_(math.log(parts_of_full_page(page_size, m)))
 
 
@@ -44,6 +53,7 @@ def _head_scores(
     q: Tensor,
     page_stats: Tensor,
     page_stats_scale: Tensor | None,
+    page_stats_weight: Tensor | None,
     row: RowPages,
     length: int,
     page_size: int,
@@ -65,10 +75,13 @@ def _head_scores(
     wanted = coefficients.transpose(1, 2).flatten(1, 2) if is_sum else coefficients[:, :, 0]
     products = _products(wanted.transpose(1, 2), blocks, row, False).mul_(scale)
     if page_stats_scale is not None:
-        products.mul_(_steps(page_stats_scale, row))
+        products.mul_(_of_vectors(page_stats_scale, row))
     if is_sum:
         pairs = products.view(products.shape[0], -1, m, m, group)
         return _bounded(functools.reduce(torch.add, [pairs[:, :, j, j] for j in range(m)]))
+    if page_stats_weight is not None:
+        weight = _of_vectors(page_stats_weight, row)
+        return _bounded(_log_sum_exp(products.add_(weight).masked_fill_(weight == -math.inf, -math.inf), m))
     return _bounded(products if m == 1 else _log_mean_exp(products, m, length, page_size))
 
 
@@ -126,10 +139,11 @@ def score_row(
     softmax_scale: float,
     group_reduce: str,
     page_stats_scale: Tensor | None,
+    page_stats_weight: Tensor | None,
 ) -> Tensor:
     """Scores [H, P] of one row's pages; q [HQ, D]."""
     grouped = q.float().reshape(page_stats.shape[1], -1, q.shape[1])  # [HKV, G, D]
-    stored = page_stats, page_stats_scale
+    stored = page_stats, page_stats_scale, page_stats_weight
     per_head = _head_scores(grouped, *stored, row, length, page_size, kind, box_scale, softmax_scale)
     return _reduce_group(per_head, group_reduce)
 
@@ -147,6 +161,7 @@ def score_pages(
     softmax_scale: float,
     group_reduce: str,
     page_stats_scale: Tensor | None = None,
+    page_stats_weight: Tensor | None = None,
 ) -> None:
     """Score the pages of every row; ``scores`` [R, H, N] gets -inf behind a row's last page."""
     for r, length in enumerate(seq_lens.tolist()):
@@ -164,4 +179,5 @@ def score_pages(
                 softmax_scale=softmax_scale,
                 group_reduce=group_reduce,
                 page_stats_scale=page_stats_scale,
+                page_stats_weight=page_stats_weight,
             )
