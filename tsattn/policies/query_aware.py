@@ -70,8 +70,8 @@ class QueryAware:
         }
         metric = self.metric.get(step.layer) if config.kind == "centroids" else None
         rebuild_page_stats(own.k_cache, stats, every, fills, kind=config.kind, metric=metric, **beside)
-        caches = own.k_cache, own.v_cache, stats, own.page_table
-        return sparse_decode(step.q, *caches, step.seq_lens, config=config, return_selection=True, **beside, **step.options)
+        options = {**beside, **step.options, "config": config, "return_selection": True}
+        return sparse_decode(step.q, own.k_cache, own.v_cache, stats, own.page_table, step.seq_lens, **options)
 
     def _statistics_bytes(self, step: Step) -> float:
         """Of the rows that are scored: those that can't keep all their pages."""
