@@ -35,6 +35,7 @@ class DecodeMethods(ABC):
         q: Tensor,
         *,
         config: SparseConfig,
+        budget: Tensor | None = None,
         softmax_scale: float | None = None,
         softcap: float = 0.0,
         sinks: Tensor | None = None,
@@ -55,7 +56,7 @@ class DecodeMethods(ABC):
             [B, HQ, D], the newest token of every sequence, whose key has been appended.
         config : SparseConfig
             Its page size and its summary must be those of the cache, see :meth:`from_config`.
-        softmax_scale, softcap, sinks, return_lse, return_selection, return_bound, out, workspace
+        budget, softmax_scale, softcap, sinks, return_lse, return_selection, return_bound, out, workspace
             As in :func:`tsattn.sparse_decode`.
         impl : str, optional
             Default the cache's.
@@ -76,6 +77,7 @@ class DecodeMethods(ABC):
             *paged,
             config=config,
             page_stats_scale=self.page_stats_scale,
+            budget=budget,
             softmax_scale=softmax_scale,
             softcap=softcap,
             sinks=sinks,

@@ -114,6 +114,7 @@ def sparse_attn_with_kvcache(
     block_table: Tensor | None = None,
     token_budget: int = 1024,
     config: SparseConfig | None = None,
+    budget: Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = True,
     softcap: float = 0.0,
@@ -150,6 +151,8 @@ def sparse_attn_with_kvcache(
     config : SparseConfig, optional
         Everything else; default ``SparseConfig(page_size=S, token_budget=token_budget)``. With a block table the page size is
         the cache's S, whatever ``config.page_size`` says; without one rows are cut into pages of ``config.page_size``.
+    budget : torch.Tensor, optional
+        [B] int32, tokens per sequence, each of its queries: at most ``token_budget``, or the configuration's.
     causal : bool
         Query i of Sq sees all but the last Sq - 1 - i tokens. False: every query sees all.
     softmax_scale, softcap, k_scale, v_scale, impl
@@ -248,12 +251,14 @@ def sparse_attn_with_kvcache(
             raise ValueError("page_stats_scale belongs to int8 page_stats, but page_stats is None")
         if stats_dtype == torch.int8:
             page_stats_scale = torch.zeros(shape[:-1], dtype=torch.float32, device=q.device)
+    checks.row_budget(budget, batch, q.device)
     rows = q.reshape(batch * queries, heads_q, dim)
     lengths, table = total, block_table
     if queries != 1:
         behind = torch.arange(queries - 1, -1, -1, device=q.device, dtype=torch.int32) if causal else 0
         lengths = (total[:, None] - behind).clamp_min(0).expand(batch, queries).reshape(-1)
         table = block_table.repeat_interleave(queries, dim=0)
+        budget = None if budget is None else budget.repeat_interleave(queries)
     # All that can be wrong is refused here: nothing is appended by a call that fails.
     check_plan(config, choose_impl(impl, q.device))
     checks.decode(k_pages, page_stats, page_stats_scale, page_size, config.kind, config.vectors)
@@ -287,6 +292,7 @@ def sparse_attn_with_kvcache(
         lengths,
         config=config,
         page_stats_scale=page_stats_scale,
+        budget=budget,
         softmax_scale=softmax_scale,
         softcap=softcap,
         k_scale=k_scale,

@@ -230,6 +230,7 @@ def _sparse_decode(
     kind: str,
     box_scale: float,
     group_reduce: str,
+    top_p: float | None,
     sink_pages: int,
     recent_pages: int,
     softmax_scale: float,
@@ -259,6 +260,7 @@ def _sparse_decode(
         "kind": kind,
         "box_scale": box_scale,
         "group_reduce": group_reduce,
+        "top_p": top_p,
         "sink_pages": sink_pages,
         "recent_pages": recent_pages,
         "softmax_scale": softmax_scale,
@@ -270,14 +272,16 @@ def _sparse_decode(
     if impl == "triton":
         pieces = Scratch(scratch, q.device)
         scores = pieces.take((*page_ids.shape[:2], page_table.shape[1]), torch.float32)
-        options["plan"] = plan = _plan_of(plan, q, page_table, page_ids, k_cache.shape[2], group_reduce)
+        options["plan"] = plan = _plan_of(plan, q, page_table, page_ids, k_cache.shape[2], group_reduce, top_p)
         options["counters"] = _counters(plan, q, k_cache.shape[2]) if counters is None else counters
         run(impl, "decode", *step, scores, *written, scratch=pieces, **options)
     else:
         run(impl, "decode", *step, *written, **options)
 
 
-def _plan_of(plan: str, q: Tensor, page_table: Tensor, page_ids: Tensor, heads_kv: int, group_reduce: str) -> str:
+def _plan_of(
+    plan: str, q: Tensor, page_table: Tensor, page_ids: Tensor, heads_kv: int, group_reduce: str, top_p: float | None
+) -> str:
     """The plan that Triton's launches follow: "auto" stands for one by shape."""
     kernels = importlib.import_module(IMPLEMENTATIONS["triton"])
     if plan != "auto":
@@ -289,6 +293,7 @@ def _plan_of(plan: str, q: Tensor, page_table: Tensor, page_ids: Tensor, heads_k
             num_cells=page_table.shape[1],
             width=page_ids.shape[2],
             group_reduce=group_reduce,
+            top_p=top_p is not None,
         )
     )
 

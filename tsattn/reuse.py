@@ -79,6 +79,7 @@ class SelectionState:
         seq_lens: Tensor,
         *,
         page_stats_scale: Tensor | None = None,
+        budget: Tensor | None = None,
         softmax_scale: float | None = None,
         softcap: float = 0.0,
         sinks: Tensor | None = None,
@@ -90,6 +91,8 @@ class SelectionState:
         impl: str = "auto",
     ) -> Any:
         """As :func:`tsattn.sparse_decode` with this state's configuration, reading the statistics only when their turn comes.
+
+        ``budget`` holds for this step, whether it scores or not.
 
         Raises
         ------
@@ -109,11 +112,11 @@ class SelectionState:
             "impl": impl,
         }
         if config.reselect_every == 1:
-            options |= {"config": config, "page_stats_scale": page_stats_scale, "return_selection": True}
+            options |= {"config": config, "page_stats_scale": page_stats_scale, "budget": budget, "return_selection": True}
             step = sparse_decode(q, k_cache, v_cache, page_stats, *paged, **options)
             result, lse, selection, scores, is_scored = step.out, step.lse, step.selection, None, True
         else:
-            check_step(q, k_cache, v_cache, page_stats, page_stats_scale, *paged, config, out, softcap, sinks)
+            check_step(q, k_cache, v_cache, page_stats, page_stats_scale, *paged, config, out, softcap, sinks, budget)
             if config.plan not in ("auto", "separate"):
                 raise ValueError(
                     f"config.plan {config.plan!r} is one launch or two, a step that may reuse scores runs its stages apart"
@@ -121,7 +124,7 @@ class SelectionState:
             is_scored = self._scores is None or self._age >= config.reselect_every
             ranking = q, page_stats, page_stats_scale, *paged
             scores = self._score(*ranking, softmax_scale, impl) if is_scored else self._widened(q.shape[0], page_table.shape[1])
-            selection = self._select(scores, page_table, seq_lens, impl)
+            selection = self._select(scores, page_table, seq_lens, budget, impl)
             result, lse = attend_pages(q, k_cache, v_cache, *paged, selection, **options)
         self._scores, self.selection, self._age = scores, selection, 1 if is_scored else self._age + 1
         self.steps, self.scored = self.steps + 1, self.scored + is_scored
@@ -162,9 +165,11 @@ class SelectionState:
             return scores[:, :, :num_cells]
         return torch.nn.functional.pad(scores, (0, num_cells - scores.shape[2]), value=-torch.inf)
 
-    def _select(self, scores: Tensor, page_table: Tensor, seq_lens: Tensor, impl: str) -> PageSelection:
+    def _select(
+        self, scores: Tensor, page_table: Tensor, seq_lens: Tensor, budget: Tensor | None, impl: str
+    ) -> PageSelection:
         config, num_cells = self.config, page_table.shape[1]
-        budgets = budgets_of(config, seq_lens, num_cells * config.page_size, None)
+        budgets = budgets_of(config, seq_lens, num_cells * config.page_size, None, budget)
         width = list_width(config, num_cells)
         lists = PageSelection(
             torch.empty((*scores.shape[:2], width), dtype=torch.int32, device=scores.device),
@@ -175,6 +180,7 @@ class SelectionState:
             seq_lens,
             page_size=config.page_size,
             budget=budgets,
+            top_p=config.top_p,
             sink_pages=config.sink_pages,
             recent_pages=config.recent_pages,
             out=lists,

@@ -30,7 +30,8 @@ def build_cache(
             f"this model has no full-attention layer to page (its cache layers are {kinds}): there is nothing for tsattn to do"
         )
     shared = [layer for group in sparse_config.shared_layers for layer in group]
-    for name, layers in (("dense_layers", sparse_config.dense_layers), ("shared_layers", shared)):
+    named = {"dense_layers": sparse_config.dense_layers, "shared_layers": shared}
+    for name, layers in (named | {"layer_budgets": dict(sparse_config.layer_budgets)}).items():
         unknown = sorted(set(layers) - set(paged))
         if unknown:
             raise ValueError(

@@ -9,7 +9,7 @@ All plans run the same device functions over the same tiles, so they give the sa
 same bits of `out` and `lse`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from tsattn.kernels.score_group import scratch_pieces as group_pieces
 from tsattn.kernels.select import scratch_pieces as select_pieces
 from tsattn.kernels.select import select_lists
 from tsattn.kernels.select_row import SelectArgs, SelectShape
+from tsattn.kernels.select_top_p import pages_for_mass
 from tsattn.scratch import Scratch, piece_bytes
 from tsattn.tuning.plans import plan_for
 from tsattn.tuning.space import pick
@@ -35,7 +36,7 @@ from tsattn.tuning.space import pick
 PLANS = ("separate", "two", "ticket", "row")
 
 
-def supports(plan: str, *, group_reduce: str) -> str | None:
+def supports(plan: str, *, group_reduce: str, top_p: bool = False) -> str | None:
     """Why a plan can't serve a decode step; None if it can.
 
     Parameters
@@ -45,15 +46,21 @@ def supports(plan: str, *, group_reduce: str) -> str | None:
     group_reduce : str
         As in :class:`tsattn.SparseConfig`. "softmax" and "mix" rank a page by whole rows of scores, which no single
         program of a fused launch has.
+    top_p : bool
+        Whether lists end where a mass is reached, which whole rows of scores tell, too.
     """
     if plan not in PLANS:
         raise ValueError(f"plan must be one of {PLANS}, got {plan!r}")
     if plan != "separate" and group_reduce in WHOLE_ROWS:
         return f"group_reduce={group_reduce!r} needs whole rows of scores before it can rank; plan 'separate' has them"
+    if plan != "separate" and top_p:
+        return "top_p needs whole rows of scores before it knows how many pages to keep; plan 'separate' has them"
     return None
 
 
-def choose_plan(*, rows: int, num_kv_heads: int, num_cells: int, width: int, group_reduce: str) -> str:
+def choose_plan(
+    *, rows: int, num_kv_heads: int, num_cells: int, width: int, group_reduce: str, top_p: bool = False
+) -> str:
     """The plan that "auto" stands for: by shape, from a table of modelled times (tsattn/tuning/plans.py).
 
     Parameters
@@ -62,11 +69,11 @@ def choose_plan(*, rows: int, num_kv_heads: int, num_cells: int, width: int, gro
         R and HKV.
     num_cells, width : int
         N, the width of the page table, and K, the width of a list.
-    group_reduce : str
+    group_reduce, top_p
         As in :func:`supports`.
     """
     plan = plan_for(rows * num_kv_heads, num_cells, width)
-    return plan if supports(plan, group_reduce=group_reduce) is None else "separate"
+    return plan if supports(plan, group_reduce=group_reduce, top_p=top_p) is None else "separate"
 
 
 def _list_pieces(num_rows: int, num_lists: int, width: int) -> list[Piece]:
@@ -90,6 +97,7 @@ def scratch_bytes(
     group_reduce: str,
     dtype: torch.dtype,
     kv_dtype: torch.dtype,
+    top_p: bool = False,
 ) -> int:
     """Bytes of scratch that a decode step by any plan, a dense decode or a selection with `top_p` takes at most.
 
@@ -103,6 +111,8 @@ def scratch_bytes(
         As in :class:`tsattn.SparseConfig`.
     dtype, kv_dtype : torch.dtype
         Types of the queries and of the cache.
+    top_p : bool
+        Whether decode steps have one.
     """
     if rows * num_cells == 0:
         return 0
@@ -112,7 +122,7 @@ def scratch_bytes(
     def attend(pages: int, lists: int) -> list[Piece]:
         return _attend_pieces(rows, num_heads, lists, max_splits(config, pages, page_size), head_dim)
 
-    step = [*_list_pieces(rows, num_lists, width), *select_pieces(rows * num_lists, num_cells, width, top_p=False)]
+    step = [*_list_pieces(rows, num_lists, width), *select_pieces(rows * num_lists, num_cells, width, top_p)]
     if group_reduce in WHOLE_ROWS:
         step.append(((rows, num_heads, num_cells), torch.float32))
         step += group_pieces(rows, num_heads, num_kv_heads, num_cells, mix=group_reduce == "mix")
@@ -225,6 +235,7 @@ def sparse_decode(
     sinks: torch.Tensor | None,
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
+    top_p: float | None = None,
     page_stats_scale: torch.Tensor | None = None,
     plan: str,
     scratch: Scratch | None = None,
@@ -246,7 +257,7 @@ def sparse_decode(
         out.zero_()
         lse.fill_(-torch.inf)
         return
-    reason = supports(plan, group_reduce=group_reduce)
+    reason = supports(plan, group_reduce=group_reduce, top_p=top_p is not None)
     if reason is not None:
         raise ValueError(f"plan {plan!r} can't be used: {reason}")
     if plan in ("two", "ticket"):
@@ -283,6 +294,8 @@ def sparse_decode(
     if plan == "separate":
         score_pages(q, page_stats, page_table, seq_lens, scores, scratch=scratch, **score_options)
         with on_device_of(q):
+            if top_p is not None:
+                select = replace(select, keep=pages_for_mass(select, top_p, scratch))
             select_lists(select, scratch)
     attend = attend_arguments(
         q,

@@ -31,6 +31,7 @@ def sparse_decode(
     sink_pages: int,
     recent_pages: int,
     softmax_scale: float,
+    top_p: float | None = None,
     page_stats_scale: Tensor | None = None,
     **attention: Any,
 ) -> None:
@@ -42,5 +43,5 @@ def sparse_decode(
     ranking["page_stats_scale"] = page_stats_scale
     forced: dict[str, Any] = {"sink_pages": sink_pages, "recent_pages": recent_pages}
     score_pages(q, page_stats, *paged, scores, page_size=page_size, softmax_scale=softmax_scale, **ranking)
-    select_pages(scores, seq_lens, *lists, page_size=page_size, budget=budget, top_p=None, **forced)
+    select_pages(scores, seq_lens, *lists, page_size=page_size, budget=budget, top_p=top_p, **forced)
     attend_pages(q, k_cache, v_cache, *paged, *lists, out, lse, softmax_scale=softmax_scale, window=None, **attention)

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from tsattn.selection import NO_PAGE
-from tsattn.torch_path.attend import Options, attend_to_all, attend_to_lists
+from tsattn.torch_path.attend import Options, attend_row, attend_to_all, attend_to_lists
 from tsattn.torch_path.blocks import row_pages
 from tsattn.torch_path.score import score_row
-from tsattn.torch_path.select import pages_to_keep, select_row
+from tsattn.torch_path.select import pages_to_keep, select_by_mass, select_row
 
 
 def sparse_decode(
@@ -37,6 +37,7 @@ def sparse_decode(
     sinks: Tensor | None,
     k_scale: Tensor | None,
     v_scale: Tensor | None,
+    top_p: float | None = None,
     page_stats_scale: Tensor | None = None,
 ) -> None:
     """Score, select and attend; a row that keeps all its pages isn't scored. ``recent_pages`` is at least 1."""
@@ -55,7 +56,7 @@ def sparse_decode(
             lse[r] = -math.inf
             continue
         row = row_pages(page_table[r, :num_pages])
-        if kept == num_pages:
+        if kept == num_pages and top_p is None:
             page_ids[r, :, :kept] = torch.arange(kept, device=q.device)
             attend_to_all(q[r], k_cache, v_cache, row, 0, length, options, (out[r], lse[r]))
             continue
@@ -71,7 +72,13 @@ def sparse_decode(
             group_reduce=group_reduce,
             page_stats_scale=page_stats_scale,
         )
-        pages = select_row(scores, kept, sink_pages=sink_pages, recent_pages=recent_pages)
+        forced = {"sink_pages": sink_pages, "recent_pages": recent_pages}
+        if top_p is not None:
+            ids, counts = select_by_mass(scores, kept, top_p, **forced, width=kept)
+            page_ids[r, :, :kept], page_counts[r] = ids, counts.int()
+            attend_row(q[r], k_cache, v_cache, page_table[r], length, ids, counts, None, options, (out[r], lse[r]))
+            continue
+        pages = select_row(scores, kept, **forced)
         page_ids[r, :, :kept] = pages
         read = kept * page_size - (num_pages * page_size - length)  # the last page is kept, and is the only partial one
         attend_to_lists(q[r], k_cache, v_cache, row.physical(pages), read, None, options, (out[r], lse[r]))
