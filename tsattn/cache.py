@@ -36,6 +36,8 @@ class PagedKVCache(DecodeMethods):
         Storage of the statistics; default ``dtype``. int8 keeps a scale per vector, ``page_stats_scale``.
     kind, parts
         The page summary, as in :class:`tsattn.SparseConfig`; :meth:`from_config` takes them from one.
+    coarse : bool
+        Also keep one int8 mean per page, for ``SparseConfig.refine_pages``.
     k_scale, v_scale : float or torch.Tensor, optional
         Dequantisation scales of a quantised cache, one number or fp32 [HKV]. int8 needs them; fp8 without them has scale 1.
     device : torch.device or str
@@ -51,6 +53,8 @@ class PagedKVCache(DecodeMethods):
         [num_pages, HKV, M, D]; a view of [HKV, num_pages, M, D] storage.
     page_stats_scale : torch.Tensor or None
         [num_pages, HKV, M] fp32 of int8 statistics, stored like them; None for others.
+    coarse_stats, coarse_stats_scale : torch.Tensor or None
+        [num_pages, HKV, 1, D] int8 and [num_pages, HKV, 1] fp32 with ``coarse``, stored and kept like the statistics.
 
     Notes
     -----
@@ -88,6 +92,7 @@ class PagedKVCache(DecodeMethods):
         stats_dtype: torch.dtype | None = None,
         kind: str = "means",
         parts: int = 2,
+        coarse: bool = False,
         k_scale: float | Tensor | None = None,
         v_scale: float | Tensor | None = None,
         device: torch.device | str = "cpu",
@@ -109,6 +114,11 @@ class PagedKVCache(DecodeMethods):
         self.page_stats_scale = None
         if stats_dtype == torch.int8:
             self.page_stats_scale = pool.new_statistics(*sizes[:-1], dtype=torch.float32, device=device)
+        self.coarse_stats = self.coarse_stats_scale = None
+        if coarse:
+            sizes = num_pages, num_kv_heads, 1, head_dim
+            self.coarse_stats = pool.new_statistics(*sizes, dtype=torch.int8, device=device)
+            self.coarse_stats_scale = pool.new_statistics(*sizes[:-1], dtype=torch.float32, device=device)
         self.k_scale = checks.scale_of("k_scale", k_scale, self.k_cache)
         self.v_scale = checks.scale_of("v_scale", v_scale, self.v_cache)
         self._book = PageBook(num_pages, page_size)
@@ -134,7 +144,7 @@ class PagedKVCache(DecodeMethods):
         Parameters
         ----------
         config : SparseConfig
-            Gives ``page_size``, ``kind``, ``parts`` and ``stats_dtype``.
+            Gives ``page_size``, ``kind``, ``parts`` and ``stats_dtype``, and coarse statistics for ``refine_pages``.
         num_pages, num_kv_heads, head_dim, dtype, kv_dtype, k_scale, v_scale, device, impl
             As in :class:`PagedKVCache`.
         """
@@ -149,6 +159,7 @@ class PagedKVCache(DecodeMethods):
             stats_dtype=config.stats_dtype,
             kind=config.kind,
             parts=config.parts,
+            coarse=config.refine_pages is not None,
             k_scale=k_scale,
             v_scale=v_scale,
             device=device,
@@ -234,6 +245,8 @@ class PagedKVCache(DecodeMethods):
                 slots,
                 kind=self.kind,
                 page_stats_scale=self.page_stats_scale,
+                coarse_stats=self.coarse_stats,
+                coarse_stats_scale=self.coarse_stats_scale,
                 k_scale=self.k_scale,
                 v_scale=self.v_scale,
                 impl=self.impl,
@@ -272,6 +285,8 @@ class PagedKVCache(DecodeMethods):
                 torch.tensor([tail], dtype=torch.int32, device=device),
                 kind=self.kind,
                 page_stats_scale=self.page_stats_scale,
+                coarse_stats=self.coarse_stats,
+                coarse_stats_scale=self.coarse_stats_scale,
                 k_scale=self.k_scale,
                 impl=self.impl,
             )
@@ -294,10 +309,10 @@ class PagedKVCache(DecodeMethods):
         if num_pages < old:
             raise ValueError(f"num_pages must be at least the {old} pages of the pool, got {num_pages}")
         blocks = [pool.enlarged(cache, num_pages, pool.new_blocks) for cache in (self.k_cache, self.v_cache)]
-        statistics = pool.enlarged(self.page_stats, num_pages, pool.new_statistics)
-        if self.page_stats_scale is not None:
-            self.page_stats_scale = pool.enlarged(self.page_stats_scale, num_pages, pool.new_statistics)
-        (self.k_cache, self.v_cache), self.page_stats = blocks, statistics
+        stored = self.page_stats, self.page_stats_scale, self.coarse_stats, self.coarse_stats_scale
+        larger = [None if t is None else pool.enlarged(t, num_pages, pool.new_statistics) for t in stored]
+        (self.k_cache, self.v_cache), self.page_stats = blocks, larger[0]
+        self.page_stats_scale, self.coarse_stats, self.coarse_stats_scale = larger[1:]
         self._book.grow(num_pages)
 
     def tables(self, seqs: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -340,8 +355,8 @@ class PagedKVCache(DecodeMethods):
 
     def _tensors(self) -> list[Tensor]:
         """All that a page owns."""
-        scale = [] if self.page_stats_scale is None else [self.page_stats_scale]
-        return [self.k_cache, self.v_cache, self.page_stats, *scale]
+        optional = self.page_stats_scale, self.coarse_stats, self.coarse_stats_scale
+        return [self.k_cache, self.v_cache, self.page_stats, *(t for t in optional if t is not None)]
 
     def _copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
         for old, new in copies:

@@ -22,6 +22,8 @@ class DecodeMethods(ABC):
     v_cache: Tensor
     page_stats: Tensor
     page_stats_scale: Tensor | None
+    coarse_stats: Tensor | None
+    coarse_stats_scale: Tensor | None
     k_scale: Tensor | None
     v_scale: Tensor | None
 
@@ -67,6 +69,7 @@ class DecodeMethods(ABC):
             If ``config`` describes other pages than the cache holds, and as :func:`tsattn.sparse_decode`.
         """
         self._check_config(config)
+        refines = config.refine_pages is not None
         paged = self.tables(seqs)
         _check_rows(q, paged[1])
         return decode.sparse_decode(
@@ -78,6 +81,8 @@ class DecodeMethods(ABC):
             config=config,
             page_stats_scale=self.page_stats_scale,
             budget=budget,
+            coarse_stats=self.coarse_stats if refines else None,
+            coarse_stats_scale=self.coarse_stats_scale if refines else None,
             softmax_scale=softmax_scale,
             softcap=softcap,
             sinks=sinks,
@@ -129,6 +134,10 @@ class DecodeMethods(ABC):
         """Refuse a config that reads other pages or other statistics than these: M alone tells no two kinds apart."""
         check_config(config)
         stats = self.page_stats
+        if config.refine_pages is not None and self.coarse_stats is None:
+            raise ValueError(
+                "config.refine_pages needs a cache with coarse=True; PagedKVCache.from_config(config, ...) makes one"
+            )
         held = {"page_size": self.k_cache.shape[1], "kind": self.kind, "stats_dtype": stats.dtype}
         if self.kind == "means":
             held["parts"] = stats.shape[2]

@@ -363,16 +363,6 @@ def decode(
         raise ValueError(f"config stores {vectors} vectors per page, but page_stats has M = {page_stats.shape[2]}")
 
 
-def row_budget(budget: Tensor | None, rows: int, device: torch.device) -> None:
-    """Refuse what is no number of tokens per row."""
-    if budget is None:
-        return
-    tensor("budget", budget, 1, (torch.int32,), "[R]")
-    shape("budget", budget, (rows,), "[R]")
-    if budget.device != device:
-        raise ValueError(f"budget must be on q's device {device}, got {budget.device}")
-
-
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, out: Tensor | None, lse: Tensor | None) -> None:
     """Shapes, dtypes and devices of :func:`tsattn.merge_states`."""
     tensor("out_a", out_a, 3, FLOAT_DTYPES, "[R, HQ, D]")

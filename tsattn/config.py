@@ -67,6 +67,11 @@ class SparseConfig:
         Keep the smallest set of best pages whose estimated share of the attention mass reaches ``top_p``, as
         :func:`tsattn.select_pages` does, at most ``token_budget`` and never without the forced pages. 1 is no limit. Scores
         must be logits, so not with ``group_reduce`` "softmax" or "mix". Only the plan "separate" can do it.
+    refine_pages : int, optional
+        Score on two levels: all pages by a coarse summary, one int8 mean per page and KV head, then the best ``refine_pages``
+        of them, forced pages included, by ``kind``; the list is chosen among those. At least as many as a list holds. Needs
+        ``coarse_stats`` beside the statistics. Not with ``group_reduce`` "softmax" or "mix" or with ``reselect_every``; only the
+        plan "separate" can do it.
 
     Raises
     ------
@@ -107,6 +112,7 @@ class SparseConfig:
     _: KW_ONLY
     layer_budgets: tuple[tuple[int, int], ...] = ()
     top_p: float | None = None
+    refine_pages: int | None = None
 
     def __post_init__(self) -> None:
         for name, low in (
@@ -135,6 +141,7 @@ class SparseConfig:
         object.__setattr__(self, "dense_layers", _layers("dense_layers", self.dense_layers))
         object.__setattr__(self, "shared_layers", tuple(_layers("shared_layers", group) for group in self.shared_layers))
         self._check_groups()
+        self._check_refine()
 
     def _check_groups(self) -> None:
         """A layer is in one group at most, and not dense too; a group has its first layer first."""
@@ -164,6 +171,26 @@ class SparseConfig:
         if self.group_reduce in NOT_LOGITS:
             raise ValueError(
                 f"SparseConfig.top_p adds up exp(score), but the scores of group_reduce={self.group_reduce!r} are no logits"
+            )
+
+    def _check_refine(self) -> None:
+        """Enough candidates for the longest list, scores that single pages have, and nothing remembered of older steps."""
+        if self.refine_pages is None:
+            return
+        _integer("refine_pages", self.refine_pages, 1)
+        tokens = max(self.token_budget, self.min_seq_len - 1, *(tokens for _, tokens in self.layer_budgets), 0)
+        if self.refine_pages * self.page_size < tokens:
+            raise ValueError(
+                f"SparseConfig.refine_pages must be at least the {-(-tokens // self.page_size)} pages that a list may hold, got "
+                f"{self.refine_pages}"
+            )
+        if self.group_reduce in NOT_LOGITS:
+            raise ValueError(
+                f"SparseConfig.refine_pages can't rank by group_reduce={self.group_reduce!r}, which needs all pages"
+            )
+        if self.reselect_every > 1:
+            raise ValueError(
+                f"SparseConfig.refine_pages scores candidates only: reselect_every={self.reselect_every} needs all scores"
             )
 
     @classmethod

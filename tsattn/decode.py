@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tsattn import checks, library
+from tsattn import checks, checks_step, library
 from tsattn.certificate import unread_mass_bound
 from tsattn.config import SparseConfig
 from tsattn.dispatch import choose_impl
@@ -55,13 +55,25 @@ def check_step(
     softcap: float,
     sinks: Tensor | None,
     budget: Tensor | None,
+    coarse_stats: Tensor | None,
+    coarse_stats_scale: Tensor | None,
 ) -> None:
     """Refuse what a sparse step can't be made of."""
     if not isinstance(config, SparseConfig):
         raise TypeError(f"config must be a SparseConfig, got {type(config).__name__}")
     checks.decode(k_cache, page_stats, page_stats_scale, config.page_size, config.kind, config.vectors)
     checks.attend(q, k_cache, v_cache, page_table, seq_lens, None, out, softcap=softcap, sinks=sinks, window=None)
-    checks.row_budget(budget, q.shape[0], q.device)
+    checks_step.row_budget(budget, q.shape[0], q.device)
+    checks_step.coarse(coarse_stats, coarse_stats_scale, k_cache)
+    check_refine(config, coarse_stats)
+
+
+def check_refine(config: SparseConfig, coarse_stats: Tensor | None) -> None:
+    """Refuse two levels of scoring without coarse statistics, and those without a use."""
+    if config.refine_pages is not None and coarse_stats is None:
+        raise ValueError("coarse_stats are needed for config.refine_pages")
+    if config.refine_pages is None and coarse_stats is not None:
+        raise ValueError("coarse_stats belong to config.refine_pages, which is None")
 
 
 def results_of(out: Tensor, lse: Tensor | None, selection: PageSelection | None, bound: Tensor | None) -> Any:
@@ -85,6 +97,8 @@ def check_plan(config: SparseConfig, impl: str) -> None:
             f"config.plan {config.plan!r} can't have group_reduce={config.group_reduce!r}, which ranks by whole rows of "
             "scores: 'separate' can"
         )
+    if config.refine_pages is not None:
+        raise ValueError(f"config.plan {config.plan!r} can't have refine_pages={config.refine_pages}: 'separate' can")
     if config.mass is not None:
         raise ValueError(f"config.plan {config.plan!r} can't have top_p={config.top_p}, a mass of whole rows: 'separate' can")
 
@@ -100,6 +114,8 @@ def sparse_decode(
     config: SparseConfig,
     page_stats_scale: Tensor | None = None,
     budget: Tensor | None = None,
+    coarse_stats: Tensor | None = None,
+    coarse_stats_scale: Tensor | None = None,
     softmax_scale: float | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
@@ -128,6 +144,8 @@ def sparse_decode(
     budget : torch.Tensor, optional
         [R] int32, tokens per row as in :func:`tsattn.select_pages`, at most ``config.token_budget`` of them; default that for
         all rows. A row of less than ``config.min_seq_len`` tokens keeps everything; one with a budget of 0 reads nothing.
+    coarse_stats, coarse_stats_scale : torch.Tensor, optional
+        [num_pages, HKV, 1, D] int8 and [num_pages, HKV, 1] fp32, for ``config.refine_pages``; written by :func:`append_kv`.
     return_lse, return_selection, return_bound : bool
         Also return the LSE [R, HQ]; the :class:`PageSelection`; and, with min/max statistics, an upper bound [R, HQ] on the
         attention mass of dense attention that lies on pages that were not read.
@@ -165,7 +183,10 @@ def sparse_decode(
     >>> result.out.shape, result.selection.page_counts.tolist()
     (torch.Size([2, 8, 32]), [[8, 8], [6, 6]])
     """
-    check_step(q, k_cache, v_cache, page_stats, page_stats_scale, page_table, seq_lens, config, out, softcap, sinks, budget)
+    coarse = coarse_stats, coarse_stats_scale
+    check_step(
+        q, k_cache, v_cache, page_stats, page_stats_scale, page_table, seq_lens, config, out, softcap, sinks, budget, *coarse
+    )
     impl = choose_impl(impl, q.device)
     check_plan(config, impl)
     check_workspace(workspace)
@@ -207,6 +228,8 @@ def sparse_decode(
         config.mass,
         config.sink_pages,
         config.recent_pages,
+        config.refine_pages,
+        *coarse,
         scale,
         float(softcap),
         sinks,

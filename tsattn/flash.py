@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tsattn import checks, contents
+from tsattn import checks, checks_step, contents
 from tsattn.checks_tensor import INDEX_DTYPES, no_gradient, writable
 from tsattn.config import SparseConfig, check_config
-from tsattn.decode import check_plan, sparse_decode
+from tsattn.decode import check_plan, check_refine, sparse_decode
 from tsattn.dispatch import choose_impl
 from tsattn.ops import append_kv, rebuild_page_stats
 
@@ -110,6 +110,8 @@ def sparse_attn_with_kvcache(
     *,
     page_stats: Tensor | None = None,
     page_stats_scale: Tensor | None = None,
+    coarse_stats: Tensor | None = None,
+    coarse_stats_scale: Tensor | None = None,
     cache_seqlens: int | Tensor,
     block_table: Tensor | None = None,
     token_budget: int = 1024,
@@ -142,6 +144,9 @@ def sparse_attn_with_kvcache(
         them: the same result, but every key is read, so it is right for a first try, not for speed.
     page_stats_scale : torch.Tensor, optional
         [num_pages, HKV, M] fp32, the scales of int8 ``page_stats``, kept with them.
+    coarse_stats, coarse_stats_scale : torch.Tensor, optional
+        [num_pages, HKV, 1, D] int8 and [num_pages, HKV, 1] fp32, for ``config.refine_pages``: kept and updated like
+        ``page_stats``, and given together with them.
     cache_seqlens : int or torch.Tensor
         Tokens in the cache before k and v are appended, one number or [B] int32.
     block_table : torch.Tensor, optional
@@ -251,7 +256,13 @@ def sparse_attn_with_kvcache(
             raise ValueError("page_stats_scale belongs to int8 page_stats, but page_stats is None")
         if stats_dtype == torch.int8:
             page_stats_scale = torch.zeros(shape[:-1], dtype=torch.float32, device=q.device)
-    checks.row_budget(budget, batch, q.device)
+        if coarse_stats is not None or coarse_stats_scale is not None:
+            raise ValueError("coarse_stats belong beside page_stats, but page_stats is None")
+        if config.refine_pages is not None:
+            coarse_stats = torch.zeros((*shape[:2], 1, dim), dtype=torch.int8, device=q.device)
+            coarse_stats_scale = torch.zeros((*shape[:2], 1), dtype=torch.float32, device=q.device)
+    coarse = {"coarse_stats": coarse_stats, "coarse_stats_scale": coarse_stats_scale}
+    checks_step.row_budget(budget, batch, q.device)
     rows = q.reshape(batch * queries, heads_q, dim)
     lengths, table = total, block_table
     if queries != 1:
@@ -263,6 +274,8 @@ def sparse_attn_with_kvcache(
     check_plan(config, choose_impl(impl, q.device))
     checks.decode(k_pages, page_stats, page_stats_scale, page_size, config.kind, config.vectors)
     checks.attend(rows, k_pages, v_pages, table, lengths, None, None, softcap=softcap, sinks=None, window=None)
+    checks_step.coarse_written(coarse_stats, coarse_stats_scale, k_pages)
+    check_refine(config, coarse_stats)
     checks.softmax_scale_of(softmax_scale, dim)
     k_scale, v_scale = checks.scale_of("k_scale", k_scale, k_pages), checks.scale_of("v_scale", v_scale, v_pages)
     _look(before, count, lengths, table, page_size, k_pages.shape[0])
@@ -276,13 +289,14 @@ def sparse_attn_with_kvcache(
             _new_slots(block_table, before, count, page_size),
             kind=config.kind,
             page_stats_scale=page_stats_scale,
+            **coarse,
             k_scale=k_scale,
             v_scale=v_scale,
             impl=impl,
         )
     if fresh:
         options: dict[str, Any] = {"kind": config.kind, "page_stats_scale": page_stats_scale, "k_scale": k_scale, "impl": impl}
-        rebuild_page_stats(k_pages, page_stats, block_table, total, **options)
+        rebuild_page_stats(k_pages, page_stats, block_table, total, **coarse, **options)
     result, lse = sparse_decode(
         rows,
         k_pages,
@@ -293,6 +307,7 @@ def sparse_attn_with_kvcache(
         config=config,
         page_stats_scale=page_stats_scale,
         budget=budget,
+        **coarse,
         softmax_scale=softmax_scale,
         softcap=softcap,
         k_scale=k_scale,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tsattn import checks, library
+from tsattn import checks, checks_step, library
 from tsattn.dispatch import choose_impl
 from tsattn.selection import PageSelection
 from tsattn.workspace import DecodeWorkspace, check_workspace
@@ -26,6 +26,8 @@ def append_kv(
     *,
     kind: str,
     page_stats_scale: Tensor | None = None,
+    coarse_stats: Tensor | None = None,
+    coarse_stats_scale: Tensor | None = None,
     k_scale: float | Tensor | None = None,
     v_scale: float | Tensor | None = None,
     impl: str = "auto",
@@ -48,6 +50,9 @@ def append_kv(
     page_stats_scale : torch.Tensor, optional
         [num_pages, HKV, M] fp32, M contiguous: of int8 statistics, which need it; a stored value is code * scale. Written like
         them.
+    coarse_stats, coarse_stats_scale : torch.Tensor, optional
+        [num_pages, HKV, 1, D] int8 and [num_pages, HKV, 1] fp32: one mean per page, for ``SparseConfig.refine_pages``. Written by
+        a second pass over the same tokens, as statistics of kind "means" are.
     k_scale, v_scale : float or torch.Tensor, optional
         Dequantisation scale of a quantised cache, one number or fp32 [HKV]; fp8 without one has scale 1.
     impl : str
@@ -64,9 +69,12 @@ def append_kv(
         Before anything is written.
     """
     checks.append(k, v, k_cache, v_cache, page_stats, page_stats_scale, slot_mapping, kind)
+    checks_step.coarse_written(coarse_stats, coarse_stats_scale, k_cache)
     scales = checks.scale_of("k_scale", k_scale, k_cache), checks.scale_of("v_scale", v_scale, v_cache)
     impl = choose_impl(impl, k.device)
     library.append_kv(k, v, k_cache, v_cache, page_stats, page_stats_scale, slot_mapping, kind, *scales, impl)
+    if coarse_stats is not None:
+        library.append_kv(k, v, k_cache, v_cache, coarse_stats, coarse_stats_scale, slot_mapping, "means", *scales, impl)
 
 
 def rebuild_page_stats(
@@ -77,6 +85,8 @@ def rebuild_page_stats(
     *,
     kind: str,
     page_stats_scale: Tensor | None = None,
+    coarse_stats: Tensor | None = None,
+    coarse_stats_scale: Tensor | None = None,
     k_scale: float | Tensor | None = None,
     impl: str = "auto",
 ) -> None:
@@ -87,7 +97,7 @@ def rebuild_page_stats(
 
     Parameters
     ----------
-    k_cache, page_stats, kind, page_stats_scale, k_scale, impl
+    k_cache, page_stats, kind, page_stats_scale, coarse_stats, coarse_stats_scale, k_scale, impl
         As in :func:`append_kv`.
     page_table : torch.Tensor
         [R, N] int32 or int64, logical to physical page; a cell behind a row's last page is never read.
@@ -95,9 +105,12 @@ def rebuild_page_stats(
         [R] int32 or int64, tokens in the cache.
     """
     checks.rebuild(k_cache, page_stats, page_stats_scale, page_table, seq_lens, kind)
+    checks_step.coarse_written(coarse_stats, coarse_stats_scale, k_cache)
     scale = checks.scale_of("k_scale", k_scale, k_cache)
     impl = choose_impl(impl, k_cache.device)
     library.rebuild_page_stats(k_cache, page_stats, page_stats_scale, page_table, seq_lens, kind, scale, impl)
+    if coarse_stats is not None:
+        library.rebuild_page_stats(k_cache, coarse_stats, coarse_stats_scale, page_table, seq_lens, "means", scale, impl)
 
 
 def score_pages(

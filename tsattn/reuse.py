@@ -80,6 +80,8 @@ class SelectionState:
         *,
         page_stats_scale: Tensor | None = None,
         budget: Tensor | None = None,
+        coarse_stats: Tensor | None = None,
+        coarse_stats_scale: Tensor | None = None,
         softmax_scale: float | None = None,
         softcap: float = 0.0,
         sinks: Tensor | None = None,
@@ -113,10 +115,25 @@ class SelectionState:
         }
         if config.reselect_every == 1:
             options |= {"config": config, "page_stats_scale": page_stats_scale, "budget": budget, "return_selection": True}
+            options |= {"coarse_stats": coarse_stats, "coarse_stats_scale": coarse_stats_scale}
             step = sparse_decode(q, k_cache, v_cache, page_stats, *paged, **options)
             result, lse, selection, scores, is_scored = step.out, step.lse, step.selection, None, True
         else:
-            check_step(q, k_cache, v_cache, page_stats, page_stats_scale, *paged, config, out, softcap, sinks, budget)
+            check_step(
+                q,
+                k_cache,
+                v_cache,
+                page_stats,
+                page_stats_scale,
+                *paged,
+                config,
+                out,
+                softcap,
+                sinks,
+                budget,
+                coarse_stats,
+                coarse_stats_scale,
+            )
             if config.plan not in ("auto", "separate"):
                 raise ValueError(
                     f"config.plan {config.plan!r} is one launch or two, a step that may reuse scores runs its stages apart"
@@ -165,9 +182,7 @@ class SelectionState:
             return scores[:, :, :num_cells]
         return torch.nn.functional.pad(scores, (0, num_cells - scores.shape[2]), value=-torch.inf)
 
-    def _select(
-        self, scores: Tensor, page_table: Tensor, seq_lens: Tensor, budget: Tensor | None, impl: str
-    ) -> PageSelection:
+    def _select(self, scores: Tensor, page_table: Tensor, seq_lens: Tensor, budget: Tensor | None, impl: str) -> PageSelection:
         config, num_cells = self.config, page_table.shape[1]
         budgets = budgets_of(config, seq_lens, num_cells * config.page_size, None, budget)
         width = list_width(config, num_cells)

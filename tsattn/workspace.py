@@ -110,6 +110,7 @@ class DecodeWorkspace:
                     dtype=dtype,
                     kv_dtype=kv_dtype or dtype,
                     top_p=config.mass is not None,
+                    refine_pages=config.refine_pages,
                 )
                 for width in widths
             )

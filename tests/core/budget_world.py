@@ -1,4 +1,4 @@
-"""Steps of random shapes, and what they must select by definition: the stages one after the other, the choice by the reference."""
+"""Steps of random shapes, and what they must select by definition: the stages, the choice by the reference."""
 
 import itertools
 import math
@@ -22,7 +22,7 @@ LENGTHS = [0, 1, SIZE, 2 * SIZE + 1, 40, 59]
 
 
 def random_case(shape, seed=0, lengths=LENGTHS, ties=False, nan=False, **options):
-    """A case of pages of 4 tokens; with `ties` every second page has the keys of its row's page 1, with `nan` page 2 is broken."""
+    """A case of pages of 4 tokens; with `ties` every second page repeats its row's page 1, with `nan` page 2 is broken."""
     heads_kv, group, dim, kind, parts, stats_dtype = shape
     case = make_case(
         lengths, heads_kv=heads_kv, group=group, dim=dim, page_size=SIZE, kind=kind, parts=parts,
@@ -83,7 +83,7 @@ def scores_of(case, config, impl):
 
 
 def chosen_by_definition(scores, seq_lens, config, budget=None):
-    """The reference's choice: a budget per row, at most the configuration's; rows shorter than min_seq_len keep all they may."""
+    """The reference's choice: a budget per row, at most the configuration's; rows below min_seq_len keep all they may."""
     everything = scores.shape[2] * SIZE
     most = torch.full(seq_lens.shape, config.token_budget, dtype=torch.int32)
     tokens = most if budget is None else torch.minimum(budget, most)

@@ -1,4 +1,4 @@
-"""Budgets per row, and masses: what a step reads is what select_pages chooses by definition, in every implementation and plan."""
+"""Budgets per row, and masses: what a step reads is what select_pages chooses by definition."""
 
 import math
 
@@ -206,7 +206,9 @@ def test_a_reusing_step_takes_the_budgets_of_its_own_turn():
     for tokens in ([40, 40], [8, 13]):
         budget = torch.tensor(tokens, dtype=torch.int32)
         result = state.sparse_decode(q, *pools, budget=budget, return_selection=True)
-        assert result.selection.page_counts.tolist() == [[min(-(-t // SIZE), n)] * 2 for t, n in zip(tokens, (8, 15))]
+        assert result.selection.page_counts.tolist() == [
+            [min(-(-t // SIZE), n)] * 2 for t, n in zip(tokens, (8, 15), strict=True)
+        ]
     assert (state.steps, state.scored) == (2, 1)
 
 

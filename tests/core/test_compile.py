@@ -85,15 +85,66 @@ def opcheck_arguments():
         "sparse_decode": [
             (
                 *(case.q, case.k_cache, case.v_cache, case.page_stats, None, case.page_table, case.seq_lens, None, *lists),
-                *(out, lse, "means", 1.0, "max", 1, 1, 0.25, 0.0, None, None, None, "auto", None, None, "torch"),
+                *(
+                    out,
+                    lse,
+                    "means",
+                    1.0,
+                    "max",
+                    None,
+                    1,
+                    1,
+                    None,
+                    None,
+                    None,
+                    0.25,
+                    0.0,
+                    None,
+                    None,
+                    None,
+                    "auto",
+                    None,
+                    None,
+                    "torch",
+                ),
             ),
             (
                 *(case.q, coded.k_cache, coded.v_cache, *stored, coded.page_table, case.seq_lens, None, *lists),
-                *(out, lse, "means", 1.0, "max", 1, 1, 0.25, 0.0, None, None, None, "auto", None, None, "torch"),
+                *(
+                    out,
+                    lse,
+                    "means",
+                    1.0,
+                    "max",
+                    None,
+                    1,
+                    1,
+                    None,
+                    None,
+                    None,
+                    0.25,
+                    0.0,
+                    None,
+                    None,
+                    None,
+                    "auto",
+                    None,
+                    None,
+                    "torch",
+                ),
             ),
         ],
         "merge_states": [(case.q, lse, case.q, lse, out, lse.clone(), "torch")],
     }
+
+
+def coarse_of(case):
+    num_pages, _, heads, dim = case.k_cache.shape
+    coarse = torch.zeros(num_pages, heads, 1, dim, dtype=torch.int8), torch.zeros(num_pages, heads, 1)
+    tsattn.rebuild_page_stats(
+        case.k_cache, coarse[0], case.page_table, case.seq_lens, kind="means", page_stats_scale=coarse[1], impl="torch"
+    )
+    return coarse
 
 
 def arguments(case):

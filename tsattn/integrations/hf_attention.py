@@ -89,6 +89,8 @@ def _decode(layer: PagedLayer, query: Tensor, scale: float, softcap: float, sink
             page_table,
             seq_lens,
             page_stats_scale=pool.page_stats_scale,
+            coarse_stats=pool.coarse_stats,
+            coarse_stats_scale=pool.coarse_stats_scale,
             return_selection=True,
             **options,
         )

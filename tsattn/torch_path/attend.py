@@ -146,9 +146,7 @@ def _hidden_tokens(pages: Tensor, counts: Tensor | None, page_size: int, read: i
     return hidden[:, None] if bool(hidden.any()) else None
 
 
-def _row_lists(
-    page_ids: Tensor | None, page_counts: Tensor | None, everything: Tensor
-) -> tuple[Tensor | None, Tensor | None]:
+def _row_lists(page_ids: Tensor | None, page_counts: Tensor | None, everything: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """Logical pages [HL, k] of one row, and counts [HL] where the lists differ in length (cells behind hold any page).
 
     (None, None) where all lists hold ``everything`` [P], the pages that the row sees.
