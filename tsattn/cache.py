@@ -114,7 +114,8 @@ class PagedKVCache(DecodeMethods):
         self.page_stats_scale = None
         if stats_dtype == torch.int8:
             self.page_stats_scale = pool.new_statistics(*sizes[:-1], dtype=torch.float32, device=device)
-        self.coarse_stats = self.coarse_stats_scale = None
+        self.coarse_stats: Tensor | None = None
+        self.coarse_stats_scale: Tensor | None = None
         if coarse:
             sizes = num_pages, num_kv_heads, 1, head_dim
             self.coarse_stats = pool.new_statistics(*sizes, dtype=torch.int8, device=device)
@@ -309,10 +310,11 @@ class PagedKVCache(DecodeMethods):
         if num_pages < old:
             raise ValueError(f"num_pages must be at least the {old} pages of the pool, got {num_pages}")
         blocks = [pool.enlarged(cache, num_pages, pool.new_blocks) for cache in (self.k_cache, self.v_cache)]
-        stored = self.page_stats, self.page_stats_scale, self.coarse_stats, self.coarse_stats_scale
-        larger = [None if t is None else pool.enlarged(t, num_pages, pool.new_statistics) for t in stored]
-        (self.k_cache, self.v_cache), self.page_stats = blocks, larger[0]
-        self.page_stats_scale, self.coarse_stats, self.coarse_stats_scale = larger[1:]
+        statistics = pool.enlarged(self.page_stats, num_pages, pool.new_statistics)
+        optional = self.page_stats_scale, self.coarse_stats, self.coarse_stats_scale
+        larger = [None if t is None else pool.enlarged(t, num_pages, pool.new_statistics) for t in optional]
+        (self.k_cache, self.v_cache), self.page_stats = blocks, statistics
+        self.page_stats_scale, self.coarse_stats, self.coarse_stats_scale = larger
         self._book.grow(num_pages)
 
     def tables(self, seqs: Sequence[int]) -> tuple[Tensor, Tensor]:

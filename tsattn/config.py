@@ -70,8 +70,8 @@ class SparseConfig:
     refine_pages : int, optional
         Score on two levels: all pages by a coarse summary, one int8 mean per page and KV head, then the best ``refine_pages``
         of them, forced pages included, by ``kind``; the list is chosen among those. At least as many as a list holds. Needs
-        ``coarse_stats`` beside the statistics. Not with ``group_reduce`` "softmax" or "mix" or with ``reselect_every``; only the
-        plan "separate" can do it.
+        ``coarse_stats`` beside the statistics. Not with ``group_reduce`` "softmax" or "mix", nor with ``reselect_every``; only
+        the plan "separate" can do it.
 
     Raises
     ------
@@ -181,8 +181,8 @@ class SparseConfig:
         tokens = max(self.token_budget, self.min_seq_len - 1, *(tokens for _, tokens in self.layer_budgets), 0)
         if self.refine_pages * self.page_size < tokens:
             raise ValueError(
-                f"SparseConfig.refine_pages must be at least the {-(-tokens // self.page_size)} pages that a list may hold, got "
-                f"{self.refine_pages}"
+                f"SparseConfig.refine_pages must be at least the {-(-tokens // self.page_size)} pages that a list may hold, "
+                f"got {self.refine_pages}"
             )
         if self.group_reduce in NOT_LOGITS:
             raise ValueError(

@@ -164,8 +164,8 @@ def sparse_decode(
 
     Notes
     -----
-    A row with at most ``config.token_budget`` tokens, and no more than its own budget, keeps all its pages and gives the bits of
-    :func:`dense_decode`; with ``config.top_p`` it may keep fewer. An fp8 cache without scales has scale 1;
+    A row with at most ``config.token_budget`` tokens, and no more than its own budget, keeps all its pages and gives the bits
+    of :func:`dense_decode`; with ``config.top_p`` it may keep fewer. An fp8 cache without scales has scale 1;
     ``config.dense_layers`` and ``config.layer_budgets`` mean nothing here.
 
     Examples

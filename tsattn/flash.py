@@ -261,7 +261,7 @@ def sparse_attn_with_kvcache(
         if config.refine_pages is not None:
             coarse_stats = torch.zeros((*shape[:2], 1, dim), dtype=torch.int8, device=q.device)
             coarse_stats_scale = torch.zeros((*shape[:2], 1), dtype=torch.float32, device=q.device)
-    coarse = {"coarse_stats": coarse_stats, "coarse_stats_scale": coarse_stats_scale}
+    coarse: dict[str, Any] = {"coarse_stats": coarse_stats, "coarse_stats_scale": coarse_stats_scale}
     checks_step.row_budget(budget, batch, q.device)
     rows = q.reshape(batch * queries, heads_q, dim)
     lengths, table = total, block_table

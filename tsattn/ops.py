@@ -51,8 +51,8 @@ def append_kv(
         [num_pages, HKV, M] fp32, M contiguous: of int8 statistics, which need it; a stored value is code * scale. Written like
         them.
     coarse_stats, coarse_stats_scale : torch.Tensor, optional
-        [num_pages, HKV, 1, D] int8 and [num_pages, HKV, 1] fp32: one mean per page, for ``SparseConfig.refine_pages``. Written by
-        a second pass over the same tokens, as statistics of kind "means" are.
+        [num_pages, HKV, 1, D] int8 and [num_pages, HKV, 1] fp32: one mean per page, for ``SparseConfig.refine_pages``. Written
+        by a second pass over the same tokens, as statistics of kind "means" are.
     k_scale, v_scale : float or torch.Tensor, optional
         Dequantisation scale of a quantised cache, one number or fp32 [HKV]; fp8 without one has scale 1.
     impl : str

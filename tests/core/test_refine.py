@@ -171,10 +171,10 @@ def test_a_step_names_what_is_missing():
             step(case, config, "torch", **here)
     with pytest.raises(TypeError, match="coarse_stats must have dtype int8"):
         step(case, config, "torch", **{**coarse, "coarse_stats": coarse["coarse_stats"].float()})
-    with pytest.raises(ValueError, match="coarse_stats belong to config.refine_pages"):
+    with pytest.raises(ValueError, match="coarse_stats belong to"):
         step(case, config_for(SHAPES[0]), "torch", **coarse)
     for plan in ("two", "ticket", "row"):
-        with pytest.raises(ValueError, match=f"config.plan '{plan}'.*refine_pages=8"):
+        with pytest.raises(ValueError, match=rf"config.plan '{plan}'.*refine_pages=8"):
             step(case, config_for(SHAPES[0], refine_pages=8, plan=plan), "triton", **coarse)
 
 

@@ -1,8 +1,8 @@
 """Two-level scoring: all pages by coarse statistics, the best of them by the rich ones, the best of those selected.
 
-A list's candidates are ascending logical pages, so "the i-th candidate" is a numbering that keeps the order of pages, and the
-forced pages stay first and last in it. With rich statistics seen as pages of one KV head, [rows, 1, M, D], the ordinary score and
-select kernels work on candidates as they do on pages; what is here turns lists into page tables and back:
+A list's candidates are ascending logical pages, so their numbers keep the order of pages, and the forced pages stay first and
+last. With rich statistics seen as pages of one KV head, [rows, 1, M, D], the ordinary score and select kernels work on
+candidates as they do on pages; what is here turns lists into page tables and back:
 
     _candidate_table_kernel    candidates [R, H, C] -> flat_table [R * H, C] of rows, flat_lens [R * H] in tokens
     _refined_list_kernel       page_ids [R, H, K], numbers of candidates -> logical pages, physical pages, tokens

@@ -29,9 +29,9 @@ def refined_row(
     softmax_scale: float,
     group_reduce: str,
 ) -> tuple[Tensor, Tensor]:
-    """The ``refine_pages`` candidates of every list of one row, fewer than it has pages: pages [H, C], ascending, and scores."""
+    """Pages [H, C], ascending, and scores of the C = ``refine_pages`` candidates of one row's lists; it has more pages."""
     ranking: dict[str, Any] = {"page_size": page_size, "softmax_scale": softmax_scale}
-    coarse = {"kind": "means", "box_scale": 1.0, "page_stats_scale": coarse_stats_scale}
+    coarse: dict[str, Any] = {"kind": "means", "box_scale": 1.0, "page_stats_scale": coarse_stats_scale}
     scores = score_row(q, coarse_stats, row, length, **ranking, **coarse, group_reduce=group_reduce)
     candidates = select_row(scores, refine_pages, **forced)  # [H, C]
     # The candidates of a list as the pages of a pool of their own, one KV head for each list.
