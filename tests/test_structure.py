@@ -46,7 +46,7 @@ ARROWS = {
     "cache_decode": {"attention", "config", "decode", "workspace"},
     "cache": {"cache_decode", "checks", "config", "dispatch", "ops", "pages", "pool", "quantisation", "selection", "summaries"},
     "__init__": {"attention", "cache", "config", "decode", "dispatch", "flash", "ops", "reuse", "selection", "workspace"},
-    "testing": {"kernels", "quantisation", "reference", "selection", "summaries", "tuning"},
+    "testing": {"kernels", "quantisation", "reference", "scratch", "selection", "summaries", "tuning"},
     "integrations": {"__init__", "cache", "config", "decode", "library", "ops", "selection"},
     # The command that tunes launches the stages; tuning itself gets the launches as functions, so no kernel depends on it.
     "tune": {"kernels", "testing", "tuning"},

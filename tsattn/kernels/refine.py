@@ -182,6 +182,73 @@ def _flat_queries(q: torch.Tensor, lists: int, room: torch.Tensor) -> torch.Tens
     return q.as_strided((rows * lists, group, dim), (group * q.stride(1), q.stride(1), 1))
 
 
+def candidate_table(
+    candidates: torch.Tensor,
+    counts: torch.Tensor,
+    page_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    flat_table: torch.Tensor,
+    flat_lens: torch.Tensor,
+    *,
+    page_size: int,
+    num_pages: int,
+    num_kv_heads: int,
+    page_step: int,
+    head_step: int,
+) -> None:
+    """Write table [R * H, C] and lengths of the flat rows of candidates [R, H, C]; the steps are those of :func:`flat_rows`."""
+    rows, lists, width = candidates.shape
+    _candidate_table_kernel[(rows * lists, triton.cdiv(width, BLOCK_K))](
+        flat_table,
+        flat_lens,
+        candidates,
+        counts,
+        page_table,
+        seq_lens,
+        page_table.stride(1),
+        seq_lens.stride(0),
+        width,
+        page_table.shape[1],
+        num_pages,
+        page_step,
+        head_step,
+        page_table.stride(0),
+        H=lists,
+        HKV=num_kv_heads,
+        S=page_size,
+        BLOCK=BLOCK_K,
+    )
+
+
+def translate_lists(select: SelectArgs, candidates: torch.Tensor) -> None:
+    """Turn lists of numbers of candidates [R, H, C] into logical pages, and write the physical ones and their tokens."""
+    page_table, seq_lens = select.page_table, select.seq_lens
+    assert page_table is not None
+    rows, lists, width = candidates.shape
+    _refined_list_kernel[(rows * lists, triton.cdiv(select.width, BLOCK_K))](
+        select.page_ids,
+        select.physical,
+        select.tokens,
+        select.page_counts,
+        candidates,
+        page_table,
+        seq_lens,
+        select.page_ids.stride(2),
+        *select.page_counts.stride(),
+        page_table.stride(1),
+        seq_lens.stride(0),
+        width,
+        select.width,
+        select.num_cells,
+        select.num_pages,
+        page_table.stride(0),
+        *select.page_ids.stride()[:2],
+        H=lists,
+        S=select.page_size,
+        BLOCK=BLOCK_K,
+    )
+
+
 def refined_lists(
     q: torch.Tensor,
     page_stats: torch.Tensor,
@@ -200,7 +267,7 @@ def refined_lists(
 ) -> None:
     """Write the lists of `select`, logical and physical: of the best `refine_pages` by coarse scores the best by rich ones."""
     page_table, seq_lens = select.page_table, select.seq_lens
-    assert page_table is not None and select.physical is not None and select.tokens is not None
+    assert page_table is not None
     rows, lists, num_cells = select.scores.shape
     num_pages, heads_kv = page_stats.shape[:2]
     stats, scales, page_step, head_step = flat_rows(page_stats, page_stats_scale)
@@ -224,25 +291,18 @@ def refined_lists(
     best = replace(select, page_ids=candidates, page_counts=counts, budget=None, **no_page)
     with on_device_of(q):
         select_lists(best, scratch)
-        _candidate_table_kernel[(rows * lists, triton.cdiv(width, BLOCK_K))](
-            flat_table,
-            flat_lens,
+        candidate_table(
             candidates,
             counts,
             page_table,
             seq_lens,
-            page_table.stride(1),
-            seq_lens.stride(0),
-            width,
-            num_cells,
-            num_pages,
-            page_step,
-            head_step,
-            page_table.stride(0),
-            H=lists,
-            HKV=heads_kv,
-            S=select.page_size,
-            BLOCK=BLOCK_K,
+            flat_table,
+            flat_lens,
+            page_size=select.page_size,
+            num_pages=num_pages,
+            num_kv_heads=heads_kv,
+            page_step=page_step,
+            head_step=head_step,
         )
     score_pages(
         _flat_queries(q, lists, room),
@@ -262,25 +322,4 @@ def refined_lists(
         if top_p is not None:
             among = replace(among, keep=pages_for_mass(among, top_p, scratch))
         select_lists(among, scratch)
-        _refined_list_kernel[(rows * lists, triton.cdiv(select.width, BLOCK_K))](
-            select.page_ids,
-            select.physical,
-            select.tokens,
-            select.page_counts,
-            candidates,
-            page_table,
-            seq_lens,
-            select.page_ids.stride(2),
-            *select.page_counts.stride(),
-            page_table.stride(1),
-            seq_lens.stride(0),
-            width,
-            select.width,
-            num_cells,
-            num_pages,
-            page_table.stride(0),
-            *select.page_ids.stride()[:2],
-            H=lists,
-            S=select.page_size,
-            BLOCK=BLOCK_K,
-        )
+        translate_lists(select, candidates)

@@ -28,6 +28,7 @@ from triton.runtime.jit import JITFunction
 
 from tsattn import kernels
 from tsattn.kernels import select
+from tsattn.testing.aot_refine import mass, refine
 from tsattn.tuning import space
 
 TARGETS = {
@@ -342,6 +343,9 @@ def cases() -> dict[str, Callable[[], None]]:
     for plan in kernels.PLANS:
         add(_decode, plan, "means", 2, BF16, BF16, 128, 16, 64, "max")
 
+    add(refine, 2, 2, 16, 512, 64, False)
+    add(refine, 8, 2, 12, 100, 10, True)
+    add(mass, 2048, 128)
     add(_merge, BF16, 80)
     add(_merge, FP32, 256)
     return table
