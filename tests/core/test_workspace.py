@@ -208,7 +208,9 @@ def test_budgets_masses_and_candidates_allocate_nothing(unseen, options):
     room, out = workspace_of(case, config), torch.empty_like(case.q)
     with NothingNew():
         result = tsattn.sparse_decode(*step(case), config=config, out=out, workspace=room, **extras)
-    for here, there in zip((out, result.lse, *result.selection), (expected.out, expected.lse, *expected.selection), strict=True):
+    for here, there in zip(
+        (out, result.lse, *result.selection), (expected.out, expected.lse, *expected.selection), strict=True
+    ):
         assert_same_bits(here, there)
 
 
