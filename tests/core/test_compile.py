@@ -9,6 +9,7 @@ from tsattn import PageSelection, SparseConfig
 from tsattn.testing import assert_same_bits, make_case
 
 CONFIG = SparseConfig(page_size=8, token_budget=16, recent_pages=1)
+REFINED = SparseConfig(page_size=8, token_budget=16, recent_pages=1, refine_pages=4, top_p=0.8, min_seq_len=20)
 PAPER = SparseConfig.paper(page_size=8, token_budget=16)
 
 
@@ -208,6 +209,16 @@ class Sparse(torch.nn.Module):
         return out * 2, lse, selection.page_ids, selection.page_counts
 
 
+class Refined(torch.nn.Module):
+    def forward(self, k, v, q, k_cache, v_cache, page_stats, coarse_stats, coarse_stats_scale, table, lens, budget):
+        coarse = {"coarse_stats": coarse_stats, "coarse_stats_scale": coarse_stats_scale}
+        slots = table[0, 4:5].long() * 8 + torch.tensor([7])
+        tsattn.append_kv(k[:1], v[:1], k_cache, v_cache, page_stats, slots, kind="means", **coarse)
+        options = {"config": REFINED, "budget": budget, "return_selection": True, **coarse}
+        result = tsattn.sparse_decode(q, k_cache, v_cache, page_stats, table, lens, **options)
+        return result.out + 1, *result.selection
+
+
 class SparseWithBound(torch.nn.Module):
     def forward(self, q, k_cache, v_cache, page_stats, table, lens, page_stats_scale=None):
         options = {"config": PAPER, "page_stats_scale": page_stats_scale, "return_bound": True}
@@ -266,6 +277,13 @@ def module_arguments():
         (Attend(), (*arguments(case), *SELECTION)),
         (Dense(), arguments(case)),
         (Sparse(), (*arguments(case)[:3], case.page_stats, *arguments(case)[3:])),
+        (
+            Refined(),
+            (
+                *(*new_tokens(), *arguments(case)[:3], case.page_stats, *coarse_of(case), *arguments(case)[3:]),
+                torch.tensor([16, 9], dtype=torch.int32),
+            ),
+        ),
         (SparseWithBound(), (*arguments(minmax)[:3], minmax.page_stats, *arguments(minmax)[3:])),
         (SparseWithBound(), (*arguments(box)[:3], box.page_stats, *arguments(box)[3:], box.page_stats_scale)),
         (Merge(), (case.q, torch.zeros(2, 4))),
