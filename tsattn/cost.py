@@ -189,7 +189,7 @@ def ideal_speedup(layer: Layer, length: int, budget: int, refine_pages: int | No
     pages = length / layer.page_size
     if refine_pages is None:
         return 1.0 / (pages * summary / dense + budget / length)
-    return 1.0 / ((pages * (layer.head_dim + 4) + refine_pages * summary) / dense + budget / length)
+    return 1.0 / ((pages * (layer.head_dim + 4) + min(refine_pages, pages) * summary) / dense + budget / length)
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,8 @@ class DecodeWorkspace:
         _sizes(num_rows=num_rows, max_pages=max_pages, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
         device = torch.device(device)
         lists = num_heads if config.group_reduce == "none" else num_kv_heads
-        widths = {list_width(config.for_layer(layer), max_pages) for layer in (-1, *dict(config.layer_budgets))}
+        layers = [config.for_layer(layer) for layer, _ in config.layer_budgets]
+        widths = {list_width(each, max_pages) for each in (config, *layers)}
         num_bytes = num_counters = 0
         if choose_impl(impl, device) == "triton":
             kernels = importlib.import_module("tsattn.kernels")

@@ -109,6 +109,7 @@ def test_options_reach_the_ops():
 def test_its_options_are_those_of_the_functions():
     """Whoever adds an option to an op adds it here."""
     tensors = {"k_cache", "v_cache", "page_stats", "page_stats_scale", "page_table", "seq_lens", "k_scale", "v_scale"}
+    tensors |= {"coarse_stats", "coarse_stats_scale"}
     for name in ("sparse_decode", "dense_decode"):
         function, method = (inspect.signature(getattr(owner, name)).parameters for owner in (tsattn, PagedKVCache))
         assert set(method) - {"self", "seqs"} == set(function) - tensors
