@@ -37,6 +37,8 @@ class PagedKVCache(DecodeMethods):
         Storage of the statistics; default ``dtype``. int8 keeps a scale per vector, ``page_stats_scale``.
     kind, parts
         The page summary, as in :class:`tsattn.SparseConfig`; :meth:`from_config` takes them from one.
+    coarse : bool
+        Also keep one int8 mean per page, for ``SparseConfig.refine_pages``.
     k_scale, v_scale : float or torch.Tensor, optional
         Dequantisation scales of a quantised cache, one number or fp32 [HKV]. int8 needs them; fp8 without them has scale 1.
     metric : torch.Tensor, optional
@@ -57,6 +59,8 @@ class PagedKVCache(DecodeMethods):
         [num_pages, HKV, M] fp32 of int8 statistics, stored like them; None for others.
     page_stats_weight : torch.Tensor or None
         [num_pages, HKV, M] fp32 of kind "centroids", stored like the statistics; None for others.
+    coarse_stats, coarse_stats_scale : torch.Tensor or None
+        [num_pages, HKV, 1, D] int8 and [num_pages, HKV, 1] fp32 with ``coarse``, stored and kept like the statistics.
 
     Notes
     -----
@@ -94,6 +98,7 @@ class PagedKVCache(DecodeMethods):
         stats_dtype: torch.dtype | None = None,
         kind: str = "means",
         parts: int = 2,
+        coarse: bool = False,
         k_scale: float | Tensor | None = None,
         v_scale: float | Tensor | None = None,
         metric: Tensor | None = None,
@@ -120,6 +125,12 @@ class PagedKVCache(DecodeMethods):
         )
         self._is_written = False
         self.metric = metric
+        self.coarse_stats: Tensor | None = None
+        self.coarse_stats_scale: Tensor | None = None
+        if coarse:
+            sizes = num_pages, num_kv_heads, 1, head_dim
+            self.coarse_stats = pool.new_statistics(*sizes, dtype=torch.int8, device=device)
+            self.coarse_stats_scale = pool.new_statistics(*sizes[:-1], dtype=torch.float32, device=device)
         self.k_scale = checks.scale_of("k_scale", k_scale, self.k_cache)
         self.v_scale = checks.scale_of("v_scale", v_scale, self.v_cache)
         self._book = PageBook(num_pages, page_size)
@@ -146,7 +157,7 @@ class PagedKVCache(DecodeMethods):
         Parameters
         ----------
         config : SparseConfig
-            Gives ``page_size``, ``kind``, ``parts`` and ``stats_dtype``.
+            Gives ``page_size``, ``kind``, ``parts`` and ``stats_dtype``, and coarse statistics for ``refine_pages``.
         num_pages, num_kv_heads, head_dim, dtype, kv_dtype, k_scale, v_scale, metric, device, impl
             As in :class:`PagedKVCache`.
         """
@@ -161,6 +172,7 @@ class PagedKVCache(DecodeMethods):
             stats_dtype=config.stats_dtype,
             kind=config.kind,
             parts=config.parts,
+            coarse=config.refine_pages is not None,
             k_scale=k_scale,
             v_scale=v_scale,
             metric=metric,
@@ -261,6 +273,8 @@ class PagedKVCache(DecodeMethods):
                 page_stats_scale=self.page_stats_scale,
                 page_stats_weight=self.page_stats_weight,
                 metric=self.metric,
+                coarse_stats=self.coarse_stats,
+                coarse_stats_scale=self.coarse_stats_scale,
                 k_scale=self.k_scale,
                 v_scale=self.v_scale,
                 impl=self.impl,
@@ -302,6 +316,8 @@ class PagedKVCache(DecodeMethods):
                 page_stats_scale=self.page_stats_scale,
                 page_stats_weight=self.page_stats_weight,
                 metric=self.metric,
+                coarse_stats=self.coarse_stats,
+                coarse_stats_scale=self.coarse_stats_scale,
                 k_scale=self.k_scale,
                 impl=self.impl,
             )
@@ -325,11 +341,10 @@ class PagedKVCache(DecodeMethods):
             raise ValueError(f"num_pages must be at least the {old} pages of the pool, got {num_pages}")
         blocks = [pool.enlarged(cache, num_pages, pool.new_blocks) for cache in (self.k_cache, self.v_cache)]
         statistics = pool.enlarged(self.page_stats, num_pages, pool.new_statistics)
-        self.page_stats_scale, self.page_stats_weight = (
-            None if numbers is None else pool.enlarged(numbers, num_pages, pool.new_statistics)
-            for numbers in (self.page_stats_scale, self.page_stats_weight)
-        )
+        optional = self.page_stats_scale, self.page_stats_weight, self.coarse_stats, self.coarse_stats_scale
+        larger = [None if t is None else pool.enlarged(t, num_pages, pool.new_statistics) for t in optional]
         (self.k_cache, self.v_cache), self.page_stats = blocks, statistics
+        self.page_stats_scale, self.page_stats_weight, self.coarse_stats, self.coarse_stats_scale = larger
         self._book.grow(num_pages)
 
     def tables(self, seqs: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -372,8 +387,8 @@ class PagedKVCache(DecodeMethods):
 
     def _tensors(self) -> list[Tensor]:
         """All that a page owns."""
-        of_vectors = [x for x in (self.page_stats_scale, self.page_stats_weight) if x is not None]
-        return [self.k_cache, self.v_cache, self.page_stats, *of_vectors]
+        optional = self.page_stats_scale, self.page_stats_weight, self.coarse_stats, self.coarse_stats_scale
+        return [self.k_cache, self.v_cache, self.page_stats, *(t for t in optional if t is not None)]
 
     def _copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
         for old, new in copies:

@@ -23,6 +23,8 @@ class DecodeMethods(ABC):
     page_stats: Tensor
     page_stats_scale: Tensor | None
     page_stats_weight: Tensor | None
+    coarse_stats: Tensor | None
+    coarse_stats_scale: Tensor | None
     k_scale: Tensor | None
     v_scale: Tensor | None
 
@@ -36,6 +38,7 @@ class DecodeMethods(ABC):
         q: Tensor,
         *,
         config: SparseConfig,
+        budget: Tensor | None = None,
         softmax_scale: float | None = None,
         softcap: float = 0.0,
         sinks: Tensor | None = None,
@@ -56,7 +59,7 @@ class DecodeMethods(ABC):
             [B, HQ, D], the newest token of every sequence, whose key has been appended.
         config : SparseConfig
             Its page size and its summary must be those of the cache, see :meth:`from_config`.
-        softmax_scale, softcap, sinks, return_lse, return_selection, return_bound, out, workspace
+        budget, softmax_scale, softcap, sinks, return_lse, return_selection, return_bound, out, workspace
             As in :func:`tsattn.sparse_decode`.
         impl : str, optional
             Default the cache's.
@@ -67,6 +70,7 @@ class DecodeMethods(ABC):
             If ``config`` describes other pages than the cache holds, and as :func:`tsattn.sparse_decode`.
         """
         self._check_config(config)
+        refines = config.refine_pages is not None
         paged = self.tables(seqs)
         _check_rows(q, paged[1])
         return decode.sparse_decode(
@@ -78,6 +82,9 @@ class DecodeMethods(ABC):
             config=config,
             page_stats_scale=self.page_stats_scale,
             page_stats_weight=self.page_stats_weight,
+            budget=budget,
+            coarse_stats=self.coarse_stats if refines else None,
+            coarse_stats_scale=self.coarse_stats_scale if refines else None,
             softmax_scale=softmax_scale,
             softcap=softcap,
             sinks=sinks,
@@ -129,6 +136,10 @@ class DecodeMethods(ABC):
         """Refuse a config that reads other pages or other statistics than these: M alone tells no two kinds apart."""
         check_config(config)
         stats = self.page_stats
+        if config.refine_pages is not None and self.coarse_stats is None:
+            raise ValueError(
+                "config.refine_pages needs a cache with coarse=True; PagedKVCache.from_config(config, ...) makes one"
+            )
         held = {"page_size": self.k_cache.shape[1], "kind": self.kind, "stats_dtype": stats.dtype}
         if self.kind == "means":
             held["parts"] = stats.shape[2]

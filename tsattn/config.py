@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, SupportsIndex
 
 import torch
@@ -12,6 +12,8 @@ import torch
 from tsattn.summaries import GROUP_REDUCTIONS, KINDS, STATS_DTYPES, check_page_size, num_vectors
 
 PLANS = ("auto", "separate", "two", "ticket", "row")
+NOT_LOGITS = ("softmax", "mix")
+"""Group reductions whose scores are shares, or places in an order."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,8 @@ class SparseConfig:
         Tokens per page, S.
     token_budget : int
         Tokens that a (row, KV head) attends to; ``ceil(token_budget / page_size)`` pages are kept, forced pages
-        included. A row with ``len <= token_budget`` keeps all its pages and gives the bits of dense attention.
+        included. A row with ``len <= token_budget`` keeps all its pages and gives the bits of dense attention, unless
+        ``top_p`` is given.
     sink_pages, recent_pages : int
         Pages that are always kept: the first and the last ones. ``recent_pages >= 1``, so that the page of the
         current token is always read. The bare :func:`tsattn.select_pages` has 1 recent page by default.
@@ -45,7 +48,7 @@ class SparseConfig:
         Storage of the page statistics; None is the dtype of the keys. ``torch.int8`` keeps codes with one fp32 scale per
         vector.
     min_seq_len : int
-        Rows shorter than this keep all their pages.
+        Rows shorter than this keep all their pages (with ``top_p``: may keep all of them).
     dense_layers : tuple of int
         Full-attention layers, by index from 0, that a model integration leaves dense. The functions have no layers and
         ignore it.
@@ -57,6 +60,18 @@ class SparseConfig:
     plan : {"auto", "separate", "two", "ticket", "row"}
         Which Triton launches a decode step is made of (``docs/stages/fused.md``); "auto" goes by shape. Other implementations
         take "auto" and "separate" only.
+    layer_budgets : mapping of int to int, or pairs
+        Layer index to the ``token_budget`` that a model integration uses there. Stored as sorted pairs. The functions have no
+        layers and ignore it.
+    top_p : float, optional
+        Keep the smallest set of best pages whose estimated share of the attention mass reaches ``top_p``, as
+        :func:`tsattn.select_pages` does, at most ``token_budget`` and never without the forced pages. 1 is no limit. Scores
+        must be logits, so not with ``group_reduce`` "softmax" or "mix". Only the plan "separate" can do it.
+    refine_pages : int, optional
+        Score on two levels: all pages by a coarse summary, one int8 mean per page and KV head, then the best ``refine_pages``
+        of them, forced pages included, by ``kind``; the list is chosen among those. At least as many as a list holds. Needs
+        ``coarse_stats`` beside the statistics. Not with ``group_reduce`` "softmax" or "mix", nor with ``reselect_every``; only
+        the plan "separate" can do it.
 
     Raises
     ------
@@ -94,6 +109,10 @@ class SparseConfig:
     reselect_every: int = 1
     shared_layers: tuple[tuple[int, ...], ...] = ()
     plan: str = "auto"
+    _: KW_ONLY
+    layer_budgets: tuple[tuple[int, int], ...] = ()
+    top_p: float | None = None
+    refine_pages: int | None = None
 
     def __post_init__(self) -> None:
         for name, low in (
@@ -104,11 +123,7 @@ class SparseConfig:
             ("min_seq_len", 0),
             ("reselect_every", 1),
         ):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"SparseConfig.{name} must be an int, got {value!r}")
-            if value < low:
-                raise ValueError(f"SparseConfig.{name} must be at least {low}, got {value}")
+            _integer(name, getattr(self, name), low)
         for name, allowed in (("kind", KINDS), ("group_reduce", GROUP_REDUCTIONS), ("plan", PLANS)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"SparseConfig.{name} must be one of {allowed}, got {getattr(self, name)!r}")
@@ -122,9 +137,12 @@ class SparseConfig:
             raise ValueError(
                 f"SparseConfig.stats_dtype must be None, float32, float16, bfloat16 or int8, got {self.stats_dtype!r}"
             )
+        self._check_top_p()
+        object.__setattr__(self, "layer_budgets", _budgets(self.layer_budgets))
         object.__setattr__(self, "dense_layers", _layers("dense_layers", self.dense_layers))
         object.__setattr__(self, "shared_layers", tuple(_layers("shared_layers", group) for group in self.shared_layers))
         self._check_groups()
+        self._check_refine()
 
     def _check_groups(self) -> None:
         """A layer is in one group at most, and not dense too; a group has its first layer first."""
@@ -135,6 +153,46 @@ class SparseConfig:
         twice = sorted({layer for layer in named if named.count(layer) > 1})
         if twice:
             raise ValueError(f"SparseConfig.shared_layers and dense_layers name layers {twice} more than once")
+        budgets = dict(self.layer_budgets)
+        unread = sorted(budgets.keys() & set(self.dense_layers))
+        if unread:
+            raise ValueError(f"SparseConfig.layer_budgets and dense_layers both name layers {unread}")
+        for group in self.shared_layers:
+            if len({budgets.get(layer, self.token_budget) for layer in group}) > 1:
+                raise ValueError(f"SparseConfig.layer_budgets must give all layers of the shared group {group} one budget")
+
+    def _check_top_p(self) -> None:
+        """A share of (0, 1], of scores that are logits."""
+        if self.top_p is None:
+            return
+        if isinstance(self.top_p, bool) or not isinstance(self.top_p, int | float):
+            raise TypeError(f"SparseConfig.top_p must be a float, got {self.top_p!r}")
+        if not 0.0 < self.top_p <= 1.0:
+            raise ValueError(f"SparseConfig.top_p must be in (0, 1], got {self.top_p!r}")
+        if self.group_reduce in NOT_LOGITS:
+            raise ValueError(
+                f"SparseConfig.top_p adds up exp(score), but the scores of group_reduce={self.group_reduce!r} are no logits"
+            )
+
+    def _check_refine(self) -> None:
+        """Enough candidates for the longest list, scores that single pages have, and nothing remembered of older steps."""
+        if self.refine_pages is None:
+            return
+        _integer("refine_pages", self.refine_pages, 1)
+        tokens = max(self.token_budget, self.min_seq_len - 1, *(tokens for _, tokens in self.layer_budgets), 0)
+        if self.refine_pages * self.page_size < tokens:
+            raise ValueError(
+                f"SparseConfig.refine_pages must be at least the {-(-tokens // self.page_size)} pages that a list may hold, "
+                f"got {self.refine_pages}"
+            )
+        if self.group_reduce in NOT_LOGITS:
+            raise ValueError(
+                f"SparseConfig.refine_pages can't rank by group_reduce={self.group_reduce!r}, which needs all pages"
+            )
+        if self.reselect_every > 1:
+            raise ValueError(
+                f"SparseConfig.refine_pages scores candidates only: reselect_every={self.reselect_every} needs all scores"
+            )
 
     @classmethod
     def paper(cls, **overrides: Any) -> SparseConfig:
@@ -169,6 +227,12 @@ class SparseConfig:
         dtype = fields.get("stats_dtype")
         return cls(**{**fields, "stats_dtype": getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype})
 
+    def for_layer(self, layer: int) -> SparseConfig:
+        """The configuration of one layer: with its budget, and without those of others."""
+        if not self.layer_budgets:
+            return self
+        return replace(self, token_budget=dict(self.layer_budgets).get(layer, self.token_budget), layer_budgets=())
+
     @property
     def vectors(self) -> int:
         """M, the number of stored vectors per page and KV head."""
@@ -178,6 +242,33 @@ class SparseConfig:
     def pages_kept(self) -> int:
         """K, the pages kept per list."""
         return -(-self.token_budget // self.page_size)
+
+    @property
+    def mass(self) -> float | None:
+        """``top_p`` where it is a limit."""
+        return None if self.top_p == 1 else self.top_p
+
+
+def _integer(name: str, value: object, low: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"SparseConfig.{name} must be an int, got {value!r}")
+    if value < low:
+        raise ValueError(f"SparseConfig.{name} must be at least {low}, got {value}")
+
+
+def _budgets(given: Mapping[int, int] | Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Sorted pairs of a layer and its tokens."""
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise TypeError(f"SparseConfig.layer_budgets must map layers to tokens, got {given!r}")
+    pairs = list(given.items()) if isinstance(given, Mapping) else list(given)
+    for pair in pairs:
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise TypeError(f"SparseConfig.layer_budgets must hold pairs of a layer and its tokens, got {pair!r} in it")
+        _integer("layer_budgets", pair[1], 1)
+    layers = _layers("layer_budgets", [layer for layer, _ in pairs])
+    if len(set(layers)) != len(layers):
+        raise ValueError(f"SparseConfig.layer_budgets names a layer more than once, got layers {sorted(layers)}")
+    return tuple(sorted(zip(layers, (tokens for _, tokens in pairs), strict=True)))
 
 
 def _layers(name: str, given: Iterable[int]) -> tuple[int, ...]:

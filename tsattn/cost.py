@@ -176,20 +176,33 @@ def dense_floor(layer: Layer, lengths: Sequence[int]) -> Cost:
     return rows + Cost({"k_cache": half, "v_cache": half}, {}, 4 * layer.heads_q * layer.head_dim * sum(lengths))
 
 
-def sparse_floor(layer: Layer, lengths: Sequence[int], budget: int) -> Cost:
-    """What page selection with `budget` tokens per list must move: statistics once, each list's tokens once, q and out."""
+def sparse_floor(layer: Layer, lengths: Sequence[int], budget: int, refine_pages: int | None = None) -> Cost:
+    """What page selection with `budget` tokens per list must move: statistics once, each list's tokens once, q and out.
+
+    With `refine_pages` coarse statistics once, one int8 mean per page, and the statistics of that many candidates of each list.
+    """
     rows = Cost(*_queries(layer)) * len(lengths)
     pages = sum(layer.pages(n) for n in lengths)
     tokens = sum(kept_tokens(layer, n, budget) for n in lengths)
     half = layer.lists * layer.token // 2 * tokens
     reads = {**layer.statistics(layer.heads_kv * pages), "k_cache": half, "v_cache": half}
-    flops = layer.heads_q * layer.head_dim * (2 * layer.vectors * pages + 4 * tokens)
+    scored = layer.vectors * pages
+    if refine_pages is not None:
+        rich = sum(min(refine_pages, layer.pages(n)) for n in lengths)
+        reads |= layer.statistics(layer.lists * rich)
+        reads |= {"coarse_stats": layer.heads_kv * pages * layer.head_dim, "coarse_stats_scale": layer.heads_kv * pages * 4}
+        scored = layer.vectors * rich + pages
+    flops = layer.heads_q * layer.head_dim * (2 * scored + 4 * tokens)
     return rows + Cost(reads, {}, flops)
 
 
-def ideal_speedup(layer: Layer, length: int, budget: int) -> float:
+def ideal_speedup(layer: Layer, length: int, budget: int, refine_pages: int | None = None) -> float:
     """Bytes of K and V in dense decoding over statistics and selected tokens, for long rows: q, out and page ends left out."""
-    return 1.0 / (sum(layer.statistics().values()) / (layer.page_size * layer.token) + budget / length)
+    summary, dense = sum(layer.statistics().values()), length * layer.token
+    pages = length / layer.page_size
+    if refine_pages is None:
+        return 1.0 / (pages * summary / dense + budget / length)
+    return 1.0 / ((pages * (layer.head_dim + 4) + min(refine_pages, pages) * summary) / dense + budget / length)
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from tsattn.cost import Cost, Layer, cdiv
 from tsattn.cost_attend import attend_splits, max_splits, merge_splits, num_chunks, split_counts, walk
 from tsattn.cost_kernels import DEFAULT_TILES, I32, WHOLE_ROWS, Tiles, score, select
+from tsattn.cost_refine import refined_lists
 
 PLANS = ("separate", "two", "ticket", "row")
 """The values of ``SparseConfig.plan`` that have a cost: all but "auto"."""
@@ -37,6 +39,8 @@ def decode(
     reduce: str = "max",
     box_scale: float = 1.0,
     budgets: Sequence[int] | None = None,
+    kept: Sequence[Sequence[int]] | None = None,
+    refine_pages: int | None = None,
     rounds: int = 32,
     sink_size: int = 0,
 ) -> Cost:
@@ -52,6 +56,10 @@ def decode(
         At least 1: a list has the row's last page.
     budgets : sequence of int, optional
         Tokens per row, where they are not the same for all.
+    kept : sequence of sequence of int, optional
+        For `top_p`: the pages that each row and list kept.
+    refine_pages : int, optional
+        Candidates of a list, where pages are scored on two levels.
     rounds : int
         As in :func:`tsattn.cost_kernels.select`.
     sink_size : int
@@ -60,13 +68,20 @@ def decode(
     Raises
     ------
     ValueError
-        For a plan that can't serve `reduce`.
+        For a plan that can't serve `reduce`, a mass or two levels.
     """
     if plan not in PLANS:
         raise ValueError(f"plan must be one of {PLANS}, got {plan!r}")
     if plan != "separate" and reduce in WHOLE_ROWS:
         raise ValueError(f"plan {plan!r} can't serve group_reduce={reduce!r}, which needs whole rows of scores")
+    if plan != "separate" and (kept is not None or refine_pages is not None):
+        raise ValueError(f"plan {plan!r} can't serve top_p or refine_pages, which need whole rows of scores")
     width = min(cdiv(budget, layer.page_size), cells)
+    if refine_pages is not None:
+        choice: dict[str, Any] = {"reduce": reduce, "budgets": budgets, "kept": kept, "top_p": kept is not None}
+        forced: dict[str, Any] = {"sink_pages": sink_pages, "recent_pages": recent_pages}
+        cost = refined_lists(layer, lengths, cells, width, refine_pages, tiles, **choice, **forced)
+        return cost + _attend_rows(plan, layer, lengths, width, tiles, sink_size, budgets, kept)
     cost = score(layer, lengths, cells, tiles, reduce=reduce, plan=plan)
     name, select_tiles = None, tiles
     if plan != "separate":
@@ -79,18 +94,38 @@ def decode(
         width,
         select_tiles,
         budgets=budgets,
+        kept=kept,
+        top_p=kept is not None,
         sink_pages=sink_pages,
         recent_pages=recent_pages,
         name=name,
         rounds=rounds,
         physical=True,
     )
-    for r, length in enumerate(lengths):
-        used = layer.pages(length)
-        kept = min(width, used) if budgets is None else min(width, used, cdiv(max(budgets[r], 0), layer.page_size))
-        cost += _attend(plan, layer, length, kept, width, tiles, sink_size, budgets is not None) * layer.lists
+    cost += _attend_rows(plan, layer, lengths, width, tiles, sink_size, budgets, kept)
     if plan == "ticket":
         cost += Cost(atomic={"counters": I32})  # whoever draws the last ticket resets the queue
+    return cost
+
+
+def _attend_rows(
+    plan: str,
+    layer: Layer,
+    lengths: Sequence[int],
+    width: int,
+    tiles: Tiles,
+    sink_size: int,
+    budgets: Sequence[int] | None,
+    kept: Sequence[Sequence[int]] | None,
+) -> Cost:
+    cost = Cost()
+    for r, length in enumerate(lengths):
+        limit = min(width, layer.pages(length))
+        if budgets is not None:
+            limit = min(limit, cdiv(max(budgets[r], 0), layer.page_size))
+        counts = [limit] * layer.lists if kept is None else kept[r]
+        for count in counts:
+            cost += _attend(plan, layer, length, count, width, tiles, sink_size, budgets is not None)
     return cost
 
 

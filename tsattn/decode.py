@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tsattn import checks, library
+from tsattn import checks, checks_step, library
 from tsattn.certificate import unread_mass_bound
 from tsattn.config import SparseConfig
 from tsattn.dispatch import choose_impl
@@ -24,15 +24,23 @@ _RESULTS = {
 }
 
 
-def budgets_of(config: SparseConfig, seq_lens: Tensor, all_tokens: int, workspace: DecodeWorkspace | None) -> Tensor | None:
-    """Tokens per row where short rows keep everything; None where one budget holds for all."""
+def budgets_of(
+    config: SparseConfig, seq_lens: Tensor, all_tokens: int, workspace: DecodeWorkspace | None, budget: Tensor | None
+) -> Tensor | None:
+    """Tokens per row: those asked for, at most the configuration's, and of short rows all; None where one budget holds."""
     if config.min_seq_len <= config.token_budget:
-        return None
+        return budget  # the width of the lists is the cap
     if workspace is None:
-        return torch.where(seq_lens < config.min_seq_len, all_tokens, config.token_budget).to(torch.int32)
+        asked = config.token_budget if budget is None else budget.clamp_max(config.token_budget)
+        return torch.where(seq_lens < config.min_seq_len, all_tokens, asked).to(torch.int32)
     rows = seq_lens.shape[0]
     is_short = torch.lt(seq_lens, config.min_seq_len, out=workspace.is_short[:rows])
-    return workspace.budgets[:rows].fill_(config.token_budget).masked_fill_(is_short, all_tokens)
+    asked = workspace.budgets[:rows]
+    if budget is None:
+        asked.fill_(config.token_budget)
+    else:
+        torch.clamp(budget, max=config.token_budget, out=asked)
+    return asked.masked_fill_(is_short, all_tokens)
 
 
 def check_step(
@@ -46,12 +54,26 @@ def check_step(
     out: Tensor | None,
     softcap: float,
     sinks: Tensor | None,
+    budget: Tensor | None,
+    coarse_stats: Tensor | None,
+    coarse_stats_scale: Tensor | None,
 ) -> None:
     """Refuse what a sparse step can't be made of."""
     if not isinstance(config, SparseConfig):
         raise TypeError(f"config must be a SparseConfig, got {type(config).__name__}")
     checks.decode(k_cache, stored, config.page_size, config.kind, config.vectors)
     checks.attend(q, k_cache, v_cache, page_table, seq_lens, None, out, softcap=softcap, sinks=sinks, window=None)
+    checks_step.row_budget(budget, q.shape[0], q.device)
+    checks_step.coarse(coarse_stats, coarse_stats_scale, k_cache)
+    check_refine(config, coarse_stats)
+
+
+def check_refine(config: SparseConfig, coarse_stats: Tensor | None) -> None:
+    """Refuse two levels of scoring without coarse statistics, and those without a use."""
+    if config.refine_pages is not None and coarse_stats is None:
+        raise ValueError("coarse_stats are needed for config.refine_pages")
+    if config.refine_pages is None and coarse_stats is not None:
+        raise ValueError("coarse_stats belong to config.refine_pages, which is None")
 
 
 def results_of(out: Tensor, lse: Tensor | None, selection: PageSelection | None, bound: Tensor | None) -> Any:
@@ -75,6 +97,10 @@ def check_plan(config: SparseConfig, impl: str) -> None:
             f"config.plan {config.plan!r} can't have group_reduce={config.group_reduce!r}, which ranks by whole rows of "
             "scores: 'separate' can"
         )
+    if config.refine_pages is not None:
+        raise ValueError(f"config.plan {config.plan!r} can't have refine_pages={config.refine_pages}: 'separate' can")
+    if config.mass is not None:
+        raise ValueError(f"config.plan {config.plan!r} can't have top_p={config.top_p}, a mass of whole rows: 'separate' can")
 
 
 def sparse_decode(
@@ -88,6 +114,9 @@ def sparse_decode(
     config: SparseConfig,
     page_stats_scale: Tensor | None = None,
     page_stats_weight: Tensor | None = None,
+    budget: Tensor | None = None,
+    coarse_stats: Tensor | None = None,
+    coarse_stats_scale: Tensor | None = None,
     softmax_scale: float | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
@@ -115,6 +144,11 @@ def sparse_decode(
         [num_pages, HKV, M] fp32, the scales of int8 statistics.
     page_stats_weight : torch.Tensor, optional
         [num_pages, HKV, M] fp32, the weights of kind "centroids".
+    budget : torch.Tensor, optional
+        [R] int32, tokens per row as in :func:`tsattn.select_pages`, at most ``config.token_budget`` of them; default that for
+        all rows. A row of less than ``config.min_seq_len`` tokens keeps everything; one with a budget of 0 reads nothing.
+    coarse_stats, coarse_stats_scale : torch.Tensor, optional
+        [num_pages, HKV, 1, D] int8 and [num_pages, HKV, 1] fp32, for ``config.refine_pages``; written by :func:`append_kv`.
     return_lse, return_selection, return_bound : bool
         Also return the LSE [R, HQ]; the :class:`PageSelection`; and, with min/max statistics, an upper bound [R, HQ] on the
         attention mass of dense attention that lies on pages that were not read.
@@ -133,8 +167,9 @@ def sparse_decode(
 
     Notes
     -----
-    A row with at most ``config.token_budget`` tokens keeps all its pages and gives the bits of :func:`dense_decode`. An fp8
-    cache without scales has scale 1; ``config.dense_layers`` means nothing here.
+    A row with at most ``config.token_budget`` tokens, and no more than its own budget, keeps all its pages and gives the bits
+    of :func:`dense_decode`; with ``config.top_p`` it may keep fewer. An fp8 cache without scales has scale 1;
+    ``config.dense_layers`` and ``config.layer_budgets`` mean nothing here.
 
     Examples
     --------
@@ -151,8 +186,9 @@ def sparse_decode(
     >>> result.out.shape, result.selection.page_counts.tolist()
     (torch.Size([2, 8, 32]), [[8, 8], [6, 6]])
     """
+    coarse = coarse_stats, coarse_stats_scale
     stored = Stored(page_stats, page_stats_scale, page_stats_weight)
-    check_step(q, k_cache, v_cache, stored, page_table, seq_lens, config, out, softcap, sinks)
+    check_step(q, k_cache, v_cache, stored, page_table, seq_lens, config, out, softcap, sinks, budget, *coarse)
     impl = choose_impl(impl, q.device)
     check_plan(config, impl)
     check_workspace(workspace)
@@ -183,15 +219,18 @@ def sparse_decode(
         *stored,
         page_table,
         seq_lens,
-        budgets_of(config, seq_lens, num_cells * config.page_size, workspace),
+        budgets_of(config, seq_lens, num_cells * config.page_size, workspace, budget),
         *selection,
         out,
         lse,
         config.kind,
         float(config.box_scale),
         config.group_reduce,
+        config.mass,
         config.sink_pages,
         config.recent_pages,
+        config.refine_pages,
+        *coarse,
         scale,
         float(softcap),
         sinks,

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tsattn import checks, contents
+from tsattn import checks, checks_step, contents
 from tsattn.checks_statistics import metric_of
 from tsattn.checks_tensor import INDEX_DTYPES, no_gradient, writable
 from tsattn.config import SparseConfig, check_config
-from tsattn.decode import check_plan, sparse_decode
+from tsattn.decode import check_plan, check_refine, sparse_decode
 from tsattn.dispatch import choose_impl
 from tsattn.ops import append_kv, rebuild_page_stats
 from tsattn.summaries import SUMMARIES, Stored
@@ -114,10 +114,13 @@ def sparse_attn_with_kvcache(
     page_stats_scale: Tensor | None = None,
     page_stats_weight: Tensor | None = None,
     metric: Tensor | None = None,
+    coarse_stats: Tensor | None = None,
+    coarse_stats_scale: Tensor | None = None,
     cache_seqlens: int | Tensor,
     block_table: Tensor | None = None,
     token_budget: int = 1024,
     config: SparseConfig | None = None,
+    budget: Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = True,
     softcap: float = 0.0,
@@ -149,6 +152,9 @@ def sparse_attn_with_kvcache(
         [num_pages, HKV, M] fp32, the weights of kind "centroids", kept with ``page_stats``.
     metric : torch.Tensor, optional
         [HKV, D] fp32, of kind "centroids", as in :func:`tsattn.append_kv`.
+    coarse_stats, coarse_stats_scale : torch.Tensor, optional
+        [num_pages, HKV, 1, D] int8 and [num_pages, HKV, 1] fp32, for ``config.refine_pages``: kept and updated like
+        ``page_stats``, and given together with them.
     cache_seqlens : int or torch.Tensor
         Tokens in the cache before k and v are appended, one number or [B] int32.
     block_table : torch.Tensor, optional
@@ -158,6 +164,8 @@ def sparse_attn_with_kvcache(
     config : SparseConfig, optional
         Everything else; default ``SparseConfig(page_size=S, token_budget=token_budget)``. With a block table the page size is
         the cache's S, whatever ``config.page_size`` says; without one rows are cut into pages of ``config.page_size``.
+    budget : torch.Tensor, optional
+        [B] int32, tokens per sequence, each of its queries: at most ``token_budget``, or the configuration's.
     causal : bool
         Query i of Sq sees all but the last Sq - 1 - i tokens. False: every query sees all.
     softmax_scale, softcap, k_scale, v_scale, impl
@@ -259,18 +267,28 @@ def sparse_attn_with_kvcache(
             page_stats_scale = torch.zeros(shape[:-1], dtype=torch.float32, device=q.device)
         if SUMMARIES[config.kind].weighted:
             page_stats_weight = torch.zeros(shape[:-1], dtype=torch.float32, device=q.device)
+        if coarse_stats is not None or coarse_stats_scale is not None:
+            raise ValueError("coarse_stats belong beside page_stats, but page_stats is None")
+        if config.refine_pages is not None:
+            coarse_stats = torch.zeros((*shape[:2], 1, dim), dtype=torch.int8, device=q.device)
+            coarse_stats_scale = torch.zeros((*shape[:2], 1), dtype=torch.float32, device=q.device)
     stored = Stored(page_stats, page_stats_scale, page_stats_weight)
+    coarse: dict[str, Any] = {"coarse_stats": coarse_stats, "coarse_stats_scale": coarse_stats_scale}
+    checks_step.row_budget(budget, batch, q.device)
     rows = q.reshape(batch * queries, heads_q, dim)
     lengths, table = total, block_table
     if queries != 1:
         behind = torch.arange(queries - 1, -1, -1, device=q.device, dtype=torch.int32) if causal else 0
         lengths = (total[:, None] - behind).clamp_min(0).expand(batch, queries).reshape(-1)
         table = block_table.repeat_interleave(queries, dim=0)
+        budget = None if budget is None else budget.repeat_interleave(queries)
     # All that can be wrong is refused here: nothing is appended by a call that fails.
     check_plan(config, choose_impl(impl, q.device))
     checks.decode(k_pages, stored, page_size, config.kind, config.vectors)
     metric_of(config.kind, metric, *k_pages.shape[2:])
     checks.attend(rows, k_pages, v_pages, table, lengths, None, None, softcap=softcap, sinks=None, window=None)
+    checks_step.coarse_written(coarse_stats, coarse_stats_scale, k_pages)
+    check_refine(config, coarse_stats)
     checks.softmax_scale_of(softmax_scale, dim)
     k_scale, v_scale = checks.scale_of("k_scale", k_scale, k_pages), checks.scale_of("v_scale", v_scale, v_pages)
     _look(before, count, lengths, table, page_size, k_pages.shape[0])
@@ -286,6 +304,7 @@ def sparse_attn_with_kvcache(
             page_stats_scale=page_stats_scale,
             page_stats_weight=page_stats_weight,
             metric=metric,
+            **coarse,
             k_scale=k_scale,
             v_scale=v_scale,
             impl=impl,
@@ -293,7 +312,7 @@ def sparse_attn_with_kvcache(
     if fresh:
         options: dict[str, Any] = {"page_stats_scale": page_stats_scale, "page_stats_weight": page_stats_weight}
         options |= {"kind": config.kind, "metric": metric, "k_scale": k_scale, "impl": impl}
-        rebuild_page_stats(k_pages, page_stats, block_table, total, **options)
+        rebuild_page_stats(k_pages, page_stats, block_table, total, **coarse, **options)
     result, lse = sparse_decode(
         rows,
         k_pages,
@@ -304,6 +323,8 @@ def sparse_attn_with_kvcache(
         config=config,
         page_stats_scale=page_stats_scale,
         page_stats_weight=page_stats_weight,
+        budget=budget,
+        **coarse,
         softmax_scale=softmax_scale,
         softcap=softcap,
         k_scale=k_scale,

@@ -241,8 +241,12 @@ def _sparse_decode(
     kind: str,
     box_scale: float,
     group_reduce: str,
+    top_p: float | None,
     sink_pages: int,
     recent_pages: int,
+    refine_pages: int | None,
+    coarse_stats: Tensor | None,
+    coarse_stats_scale: Tensor | None,
     softmax_scale: float,
     softcap: float,
     sinks: Tensor | None,
@@ -271,8 +275,12 @@ def _sparse_decode(
         "kind": kind,
         "box_scale": box_scale,
         "group_reduce": group_reduce,
+        "top_p": top_p,
         "sink_pages": sink_pages,
         "recent_pages": recent_pages,
+        "refine_pages": refine_pages,
+        "coarse_stats": coarse_stats,
+        "coarse_stats_scale": coarse_stats_scale,
         "softmax_scale": softmax_scale,
         "softcap": softcap,
         "sinks": sinks,
@@ -282,14 +290,14 @@ def _sparse_decode(
     if impl == "triton":
         pieces = Scratch(scratch, q.device)
         scores = pieces.take((*page_ids.shape[:2], page_table.shape[1]), torch.float32)
-        options["plan"] = plan = _plan_of(plan, q, page_table, page_ids, k_cache.shape[2], group_reduce)
+        options["plan"] = plan = _plan_of(plan, q, page_table, page_ids, k_cache.shape[2], options)
         options["counters"] = _counters(plan, q, k_cache.shape[2]) if counters is None else counters
         run(impl, "decode", *step, scores, *written, scratch=pieces, **options)
     else:
         run(impl, "decode", *step, *written, **options)
 
 
-def _plan_of(plan: str, q: Tensor, page_table: Tensor, page_ids: Tensor, heads_kv: int, group_reduce: str) -> str:
+def _plan_of(plan: str, q: Tensor, page_table: Tensor, page_ids: Tensor, heads_kv: int, options: dict[str, Any]) -> str:
     """The plan that Triton's launches follow: "auto" stands for one by shape."""
     kernels = importlib.import_module(IMPLEMENTATIONS["triton"])
     if plan != "auto":
@@ -300,7 +308,9 @@ def _plan_of(plan: str, q: Tensor, page_table: Tensor, page_ids: Tensor, heads_k
             num_kv_heads=heads_kv,
             num_cells=page_table.shape[1],
             width=page_ids.shape[2],
-            group_reduce=group_reduce,
+            group_reduce=options["group_reduce"],
+            top_p=options["top_p"] is not None,
+            refine=options["refine_pages"] is not None,
         )
     )
 

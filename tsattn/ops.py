@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tsattn import checks, library
+from tsattn import checks, checks_step, library
 from tsattn.dispatch import choose_impl
 from tsattn.selection import PageSelection
 from tsattn.summaries import Stored
@@ -29,6 +29,8 @@ def append_kv(
     page_stats_scale: Tensor | None = None,
     page_stats_weight: Tensor | None = None,
     metric: Tensor | None = None,
+    coarse_stats: Tensor | None = None,
+    coarse_stats_scale: Tensor | None = None,
     k_scale: float | Tensor | None = None,
     v_scale: float | Tensor | None = None,
     impl: str = "auto",
@@ -57,6 +59,9 @@ def append_kv(
     metric : torch.Tensor, optional
         [HKV, D] fp32, of kind "centroids": how much a channel's squared differences count in the clustering; None is 1 for all.
         The variance of the queries per channel makes keys near that get like scores. All calls on a page need the same one.
+    coarse_stats, coarse_stats_scale : torch.Tensor, optional
+        [num_pages, HKV, 1, D] int8 and [num_pages, HKV, 1] fp32: one mean per page, for ``SparseConfig.refine_pages``. Written
+        by a second pass over the same tokens, as statistics of kind "means" are.
     k_scale, v_scale : float or torch.Tensor, optional
         Dequantisation scale of a quantised cache, one number or fp32 [HKV]; fp8 without one has scale 1.
     impl : str
@@ -74,9 +79,13 @@ def append_kv(
     """
     stored = Stored(page_stats, page_stats_scale, page_stats_weight)
     checks.append(k, v, k_cache, v_cache, stored, slot_mapping, kind, metric)
+    checks_step.coarse_written(coarse_stats, coarse_stats_scale, k_cache)
     scales = checks.scale_of("k_scale", k_scale, k_cache), checks.scale_of("v_scale", v_scale, v_cache)
     impl = choose_impl(impl, k.device)
     library.append_kv(k, v, k_cache, v_cache, *stored, slot_mapping, kind, *scales, metric, impl)
+    if coarse_stats is not None:
+        coarse = Stored(coarse_stats, coarse_stats_scale, None)
+        library.append_kv(k, v, k_cache, v_cache, *coarse, slot_mapping, "means", *scales, None, impl)
 
 
 def rebuild_page_stats(
@@ -89,6 +98,8 @@ def rebuild_page_stats(
     page_stats_scale: Tensor | None = None,
     page_stats_weight: Tensor | None = None,
     metric: Tensor | None = None,
+    coarse_stats: Tensor | None = None,
+    coarse_stats_scale: Tensor | None = None,
     k_scale: float | Tensor | None = None,
     impl: str = "auto",
 ) -> None:
@@ -99,7 +110,7 @@ def rebuild_page_stats(
 
     Parameters
     ----------
-    k_cache, page_stats, kind, page_stats_scale, page_stats_weight, metric, k_scale, impl
+    k_cache, page_stats, kind, page_stats_scale, page_stats_weight, metric, coarse_stats, coarse_stats_scale, k_scale, impl
         As in :func:`append_kv`.
     page_table : torch.Tensor
         [R, N] int32 or int64, logical to physical page; a cell behind a row's last page is never read.
@@ -108,9 +119,13 @@ def rebuild_page_stats(
     """
     stored = Stored(page_stats, page_stats_scale, page_stats_weight)
     checks.rebuild(k_cache, stored, page_table, seq_lens, kind, metric)
+    checks_step.coarse_written(coarse_stats, coarse_stats_scale, k_cache)
     scale = checks.scale_of("k_scale", k_scale, k_cache)
     impl = choose_impl(impl, k_cache.device)
     library.rebuild_page_stats(k_cache, *stored, page_table, seq_lens, kind, scale, metric, impl)
+    if coarse_stats is not None:
+        coarse = Stored(coarse_stats, coarse_stats_scale, None)
+        library.rebuild_page_stats(k_cache, *coarse, page_table, seq_lens, "means", scale, None, impl)
 
 
 def score_pages(

@@ -81,6 +81,9 @@ class SelectionState:
         *,
         page_stats_scale: Tensor | None = None,
         page_stats_weight: Tensor | None = None,
+        budget: Tensor | None = None,
+        coarse_stats: Tensor | None = None,
+        coarse_stats_scale: Tensor | None = None,
         softmax_scale: float | None = None,
         softcap: float = 0.0,
         sinks: Tensor | None = None,
@@ -92,6 +95,8 @@ class SelectionState:
         impl: str = "auto",
     ) -> Any:
         """As :func:`tsattn.sparse_decode` with this state's configuration, reading the statistics only when their turn comes.
+
+        ``budget`` holds for this step, whether it scores or not.
 
         Raises
         ------
@@ -111,12 +116,14 @@ class SelectionState:
             "impl": impl,
         }
         if config.reselect_every == 1:
-            options |= {"page_stats_scale": page_stats_scale, "page_stats_weight": page_stats_weight}
+            options |= {"page_stats_scale": page_stats_scale, "page_stats_weight": page_stats_weight, "budget": budget}
+            options |= {"coarse_stats": coarse_stats, "coarse_stats_scale": coarse_stats_scale}
             options |= {"config": config, "return_selection": True}
             step = sparse_decode(q, k_cache, v_cache, page_stats, *paged, **options)
             result, lse, selection, scores, is_scored = step.out, step.lse, step.selection, None, True
         else:
-            check_step(q, k_cache, v_cache, stored, *paged, config, out, softcap, sinks)
+            coarse = coarse_stats, coarse_stats_scale
+            check_step(q, k_cache, v_cache, stored, *paged, config, out, softcap, sinks, budget, *coarse)
             if config.plan not in ("auto", "separate"):
                 raise ValueError(
                     f"config.plan {config.plan!r} is one launch or two, a step that may reuse scores runs its stages apart"
@@ -124,7 +131,7 @@ class SelectionState:
             is_scored = self._scores is None or self._age >= config.reselect_every
             ranking = q, stored, *paged
             scores = self._score(*ranking, softmax_scale, impl) if is_scored else self._widened(q.shape[0], page_table.shape[1])
-            selection = self._select(scores, page_table, seq_lens, impl)
+            selection = self._select(scores, page_table, seq_lens, budget, impl)
             result, lse = attend_pages(q, k_cache, v_cache, *paged, selection, **options)
         self._scores, self.selection, self._age = scores, selection, 1 if is_scored else self._age + 1
         self.steps, self.scored = self.steps + 1, self.scored + is_scored
@@ -165,9 +172,9 @@ class SelectionState:
             return scores[:, :, :num_cells]
         return torch.nn.functional.pad(scores, (0, num_cells - scores.shape[2]), value=-torch.inf)
 
-    def _select(self, scores: Tensor, page_table: Tensor, seq_lens: Tensor, impl: str) -> PageSelection:
+    def _select(self, scores: Tensor, page_table: Tensor, seq_lens: Tensor, budget: Tensor | None, impl: str) -> PageSelection:
         config, num_cells = self.config, page_table.shape[1]
-        budgets = budgets_of(config, seq_lens, num_cells * config.page_size, None)
+        budgets = budgets_of(config, seq_lens, num_cells * config.page_size, None, budget)
         width = list_width(config, num_cells)
         lists = PageSelection(
             torch.empty((*scores.shape[:2], width), dtype=torch.int32, device=scores.device),
@@ -178,6 +185,7 @@ class SelectionState:
             seq_lens,
             page_size=config.page_size,
             budget=budgets,
+            top_p=config.top_p,
             sink_pages=config.sink_pages,
             recent_pages=config.recent_pages,
             out=lists,

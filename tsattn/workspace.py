@@ -81,7 +81,7 @@ class DecodeWorkspace:
         num_rows, max_pages, num_heads, num_kv_heads, head_dim : int
             R, N, HQ, HKV, D.
         config : SparseConfig
-            The configuration of the steps.
+            The configuration of the steps; of all layers that it gives budgets to.
         dtype, kv_dtype : torch.dtype
             Types of the queries and of the cache; ``kv_dtype`` None is ``dtype``.
         device : torch.device or str
@@ -92,26 +92,32 @@ class DecodeWorkspace:
         _sizes(num_rows=num_rows, max_pages=max_pages, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
         device = torch.device(device)
         lists = num_heads if config.group_reduce == "none" else num_kv_heads
-        width = list_width(config, max_pages)
+        layers = [config.for_layer(layer) for layer, _ in config.layer_budgets]
+        widths = {list_width(each, max_pages) for each in (config, *layers)}
         num_bytes = num_counters = 0
         if choose_impl(impl, device) == "triton":
             kernels = importlib.import_module("tsattn.kernels")
             num_counters = kernels.num_counters(num_rows, num_kv_heads, num_heads)
-            num_bytes = kernels.scratch_bytes(
-                rows=num_rows,
-                num_heads=num_heads,
-                num_kv_heads=num_kv_heads,
-                head_dim=head_dim,
-                page_size=config.page_size,
-                num_cells=max_pages,
-                width=width,
-                group_reduce=config.group_reduce,
-                dtype=dtype,
-                kv_dtype=kv_dtype or dtype,
+            num_bytes = max(
+                kernels.scratch_bytes(
+                    rows=num_rows,
+                    num_heads=num_heads,
+                    num_kv_heads=num_kv_heads,
+                    head_dim=head_dim,
+                    page_size=config.page_size,
+                    num_cells=max_pages,
+                    width=width,
+                    group_reduce=config.group_reduce,
+                    dtype=dtype,
+                    kv_dtype=kv_dtype or dtype,
+                    top_p=config.mass is not None,
+                    refine_pages=config.refine_pages,
+                )
+                for width in widths
             )
             num_bytes += piece_bytes((num_rows, lists, max_pages), torch.float32)  # the scores
         return cls(
-            page_ids=torch.empty((num_rows, lists, width), dtype=torch.int32, device=device),
+            page_ids=torch.empty((num_rows, lists, max(widths)), dtype=torch.int32, device=device),
             page_counts=torch.empty((num_rows, lists), dtype=torch.int32, device=device),
             lse=torch.empty((num_rows, num_heads), dtype=torch.float32, device=device),
             budgets=torch.empty(num_rows, dtype=torch.int32, device=device),

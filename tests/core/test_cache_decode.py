@@ -122,6 +122,7 @@ def test_its_options_are_those_of_the_functions():
         "k_scale",
         "v_scale",
     }
+    tensors |= {"coarse_stats", "coarse_stats_scale"}
     for name in ("sparse_decode", "dense_decode"):
         function, method = (inspect.signature(getattr(owner, name)).parameters for owner in (tsattn, PagedKVCache))
         assert set(method) - {"self", "seqs"} == set(function) - tensors

@@ -9,6 +9,7 @@ from tsattn import PageSelection, SparseConfig
 from tsattn.testing import assert_same_bits, make_case
 
 CONFIG = SparseConfig(page_size=8, token_budget=16, recent_pages=1)
+REFINED = SparseConfig(page_size=8, token_budget=16, recent_pages=1, refine_pages=4, top_p=0.8, min_seq_len=20)
 PAPER = SparseConfig.paper(page_size=8, token_budget=16)
 
 
@@ -111,15 +112,66 @@ def opcheck_arguments():
                     None,
                     *lists,
                 ),
-                *(out, lse, "means", 1.0, "max", 1, 1, 0.25, 0.0, None, None, None, "auto", None, None, "torch"),
+                *(
+                    out,
+                    lse,
+                    "means",
+                    1.0,
+                    "max",
+                    None,
+                    1,
+                    1,
+                    None,
+                    None,
+                    None,
+                    0.25,
+                    0.0,
+                    None,
+                    None,
+                    None,
+                    "auto",
+                    None,
+                    None,
+                    "torch",
+                ),
             ),
             (
                 *(case.q, coded.k_cache, coded.v_cache, *stored, coded.page_table, case.seq_lens, None, *lists),
-                *(out, lse, "means", 1.0, "max", 1, 1, 0.25, 0.0, None, None, None, "auto", None, None, "torch"),
+                *(
+                    out,
+                    lse,
+                    "means",
+                    1.0,
+                    "max",
+                    None,
+                    1,
+                    1,
+                    None,
+                    None,
+                    None,
+                    0.25,
+                    0.0,
+                    None,
+                    None,
+                    None,
+                    "auto",
+                    None,
+                    None,
+                    "torch",
+                ),
             ),
         ],
         "merge_states": [(case.q, lse, case.q, lse, out, lse.clone(), "torch")],
     }
+
+
+def coarse_of(case):
+    num_pages, _, heads, dim = case.k_cache.shape
+    coarse = torch.zeros(num_pages, heads, 1, dim, dtype=torch.int8), torch.zeros(num_pages, heads, 1)
+    tsattn.rebuild_page_stats(
+        case.k_cache, coarse[0], case.page_table, case.seq_lens, kind="means", page_stats_scale=coarse[1], impl="torch"
+    )
+    return coarse
 
 
 def arguments(case):
@@ -183,6 +235,16 @@ class Sparse(torch.nn.Module):
         return out * 2, lse, selection.page_ids, selection.page_counts
 
 
+class Refined(torch.nn.Module):
+    def forward(self, k, v, q, k_cache, v_cache, page_stats, coarse_stats, coarse_stats_scale, table, lens, budget):
+        coarse = {"coarse_stats": coarse_stats, "coarse_stats_scale": coarse_stats_scale}
+        slots = table[0, 4:5].long() * 8 + torch.tensor([7])
+        tsattn.append_kv(k[:1], v[:1], k_cache, v_cache, page_stats, slots, kind="means", **coarse)
+        options = {"config": REFINED, "budget": budget, "return_selection": True, **coarse}
+        result = tsattn.sparse_decode(q, k_cache, v_cache, page_stats, table, lens, **options)
+        return result.out + 1, *result.selection
+
+
 class SparseWithBound(torch.nn.Module):
     def forward(self, q, k_cache, v_cache, page_stats, table, lens, page_stats_scale=None):
         options = {"config": PAPER, "page_stats_scale": page_stats_scale, "return_bound": True}
@@ -241,6 +303,13 @@ def module_arguments():
         (Attend(), (*arguments(case), *SELECTION)),
         (Dense(), arguments(case)),
         (Sparse(), (*arguments(case)[:3], case.page_stats, *arguments(case)[3:])),
+        (
+            Refined(),
+            (
+                *(*new_tokens(), *arguments(case)[:3], case.page_stats, *coarse_of(case), *arguments(case)[3:]),
+                torch.tensor([16, 9], dtype=torch.int32),
+            ),
+        ),
         (SparseWithBound(), (*arguments(minmax)[:3], minmax.page_stats, *arguments(minmax)[3:])),
         (SparseWithBound(), (*arguments(box)[:3], box.page_stats, *arguments(box)[3:], box.page_stats_scale)),
         (Merge(), (case.q, torch.zeros(2, 4))),

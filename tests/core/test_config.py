@@ -69,11 +69,51 @@ def test_it_is_a_value():
         ("dense_layers", (True,), TypeError),
         ("dense_layers", 1, TypeError),
         ("dense_layers", "12", TypeError),
+        ("layer_budgets", {-1: 64}, ValueError),
+        ("layer_budgets", {1: 0}, ValueError),
+        ("layer_budgets", {1: 64.0}, TypeError),
+        ("layer_budgets", {"1": 64}, TypeError),
+        ("layer_budgets", [(1, 64), (1, 32)], ValueError),
+        ("layer_budgets", [1, 64], TypeError),
+        ("layer_budgets", 64, TypeError),
+        ("top_p", 0.0, ValueError),
+        ("top_p", 1.1, ValueError),
+        ("top_p", float("nan"), ValueError),
+        ("top_p", "0.9", TypeError),
+        ("top_p", True, TypeError),
+        ("refine_pages", 0, ValueError),
+        ("refine_pages", 128.0, TypeError),
+        ("refine_pages", 63, ValueError),
     ],
 )
 def test_a_wrong_field_is_refused_by_name(field, value, error):
     with pytest.raises(error, match=field):
         SparseConfig(**{field: value})
+
+
+def test_budgets_of_layers_are_sorted_pairs_and_make_configurations():
+    config = SparseConfig(layer_budgets={7: 256, 2: 2048}, dense_layers=(0,))
+    assert config == SparseConfig(layer_budgets=[(2, 2048), [7, 256]], dense_layers=(0,))
+    assert config.layer_budgets == ((2, 2048), (7, 256))
+    assert [config.for_layer(layer).token_budget for layer in (0, 2, 7)] == [1024, 2048, 256]
+    assert config.for_layer(3) == SparseConfig(dense_layers=(0,))
+    assert len({config, pickle.loads(pickle.dumps(config))}) == 1
+    plain = SparseConfig()
+    assert plain.for_layer(5) is plain
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"layer_budgets": {0: 64, 3: 64}, "dense_layers": (0,)}, r"both name layers \[0\]"),
+        ({"layer_budgets": {3: 64}, "shared_layers": ((3, 4),)}, r"group \(3, 4\) one budget"),
+        ({"layer_budgets": {3: 64, 4: 65}, "shared_layers": ((3, 4),)}, r"group \(3, 4\) one budget"),
+    ],
+)
+def test_budgets_that_contradict_other_layers_are_refused(options, message):
+    with pytest.raises(ValueError, match=f"layer_budgets .*{message}"):
+        SparseConfig(**options)
+    SparseConfig(layer_budgets={3: 64, 4: 64, 5: 128}, shared_layers=((3, 4),))
 
 
 def test_no_budget_leaves_out_the_current_page():

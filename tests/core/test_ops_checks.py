@@ -85,6 +85,8 @@ EVERY = (append, rebuild, score, select, attend, dense, sparse, merge)
 WRONG = [
     (EVERY, "impl", "cuda", "impl"),
     (EVERY, "impl", ["torch"], "impl must be"),
+    ((append, rebuild), "coarse_stats", torch.zeros(9, 2, 1, 16, dtype=torch.int8), "coarse_stats_scale is None"),
+    ((append, rebuild), "coarse_stats_scale", torch.zeros(9, 2, 1), "coarse_stats is None"),
     ((append, rebuild, score), "kind", ["means"], "kind must be"),
     # tensors: type, rank, shape, dtype
     ((append,), "k", [1.0], "k must be a tensor"),

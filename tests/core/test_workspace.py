@@ -174,3 +174,51 @@ def test_merge_writes_where_it_is_told(impl):
 def test_a_stage_that_does_not_exist_has_no_path():
     with pytest.raises(ValueError, match="stage must be one of"):
         tsattn.last_path("scoring")
+
+
+COARSE = {"refine_pages": 4}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"min_seq_len": 30},
+        {"plan": "row"},
+        {"top_p": 0.5},
+        {"top_p": 0.5, "min_seq_len": 30, "group_reduce": "none"},
+        COARSE,
+        {**COARSE, "top_p": 0.5, "group_reduce": "none"},
+        {**COARSE, "min_seq_len": 30, "group_reduce": "sum", "kind": "minmax"},
+    ],
+    ids=str,
+)
+def test_budgets_masses_and_candidates_allocate_nothing(unseen, options):
+    case, config = world(options.get("kind", "means")), config_of(**options)
+    budget = torch.tensor([9, 5, 30], dtype=torch.int32)
+    extras = {"return_lse": True, "return_selection": True, "budget": budget, "impl": "triton"}
+    # Queries that are cut out of a wider tensor are no rows of one list each.
+    case.q = torch.cat((case.q, case.q), dim=1)[:, :4]
+    if config.refine_pages is not None:
+        coarse = torch.zeros(case.k_cache.shape[0], 2, 1, 16, dtype=torch.int8), torch.zeros(case.k_cache.shape[0], 2, 1)
+        tsattn.rebuild_page_stats(
+            case.k_cache, coarse[0], case.page_table, case.seq_lens, kind="means", page_stats_scale=coarse[1], impl="torch"
+        )
+        extras |= {"coarse_stats": coarse[0], "coarse_stats_scale": coarse[1]}
+    expected = tsattn.sparse_decode(*step(case), config=config, **extras)
+    room, out = workspace_of(case, config), torch.empty_like(case.q)
+    with NothingNew():
+        result = tsattn.sparse_decode(*step(case), config=config, out=out, workspace=room, **extras)
+    for here, there in zip(
+        (out, result.lse, *result.selection), (expected.out, expected.lse, *expected.selection), strict=True
+    ):
+        assert_same_bits(here, there)
+
+
+def test_a_workspace_serves_the_layer_with_the_largest_budget():
+    case, config = world(), config_of(layer_budgets={2: 40, 5: 8})
+    room = workspace_of(case, config)
+    for layer, kept in ((0, 2), (2, 5), (5, 1)):
+        options = {"config": config.for_layer(layer), "return_selection": True, "impl": "triton"}
+        result = tsattn.sparse_decode(*step(case), workspace=room, **options)
+        assert result.selection.page_ids.shape == (3, 2, kept)
+        assert_same_bits(result.out, tsattn.sparse_decode(*step(case), **options).out)

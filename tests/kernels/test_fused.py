@@ -207,6 +207,11 @@ def test_plans_say_what_they_can_not_do():
         with pytest.raises(ValueError, match="whole rows"):
             decode(case, plan, reduce=reduce)
         assert kernels.supports("separate", group_reduce=reduce) is None
+    for option in ("top_p", "refine"):
+        assert all(option in kernels.supports(plan, group_reduce="max", **{option: True}) for plan in FUSED)
+        assert kernels.supports("separate", group_reduce="max", **{option: True}) is None
+        shape = {"rows": 1, "num_kv_heads": 8, "num_cells": 512, "width": 64, "group_reduce": "max"}
+        assert kernels.choose_plan(**shape, **{option: True}) == "separate"
     for plan, reduce in itertools.product(("separate", *FUSED), ("max", "sum", "none")):
         assert kernels.supports(plan, group_reduce=reduce) is None
     with pytest.raises(ValueError, match="plan must be one of"):

@@ -16,7 +16,7 @@ def poisoned(size):
     return Scratch(torch.full((size,), 0xFF, dtype=torch.uint8), CPU)
 
 
-def size_of(case, width, reduce):
+def size_of(case, width, reduce, **options):
     """scratch_bytes of the shapes of a case."""
     num_rows, num_heads, dim = case.q.shape
     return kernels.scratch_bytes(
@@ -30,6 +30,7 @@ def size_of(case, width, reduce):
         group_reduce=reduce,
         dtype=case.q.dtype,
         kv_dtype=case.k_cache.dtype,
+        **options,
     )
 
 
@@ -94,6 +95,25 @@ def test_scratch_bytes_is_exactly_enough(lengths, width, reduce, neediest):
                 assert "scratch holds" in str(error)
                 short.add(name.split()[0])
     assert short == {neediest}
+
+
+@pytest.mark.parametrize("reduce", ["max", "none"])
+@pytest.mark.parametrize("options", [{"top_p": 0.6}, {"refine_pages": 8}, {"refine_pages": 6, "top_p": 0.6}], ids=str)
+def test_so_it_is_with_a_mass_and_with_candidates(options, reduce):
+    case = make_case((150,), heads_kv=1, group=2, dim=32)
+    sizes = {"refine_pages": options.get("refine_pages"), "top_p": "top_p" in options}
+    if "refine_pages" in options:
+        shape = case.k_cache.shape[0], 1, 1
+        options = {**options, "coarse_stats": torch.ones(*shape, 32, dtype=torch.int8), "coarse_stats_scale": torch.ones(shape)}
+    small = space.Config({"MAX_BLOCK": 16, "BLOCK_TOP_P": 16, "BLOCK_HEAP": 8, "MAX_HEAP": 4})
+    with small_tiles(pages=16, tokens=64), space.forced("select", small):
+        size = size_of(case, 6, reduce, **sizes)
+        expected = decode(case, "separate", width=6, reduce=reduce, **options)
+        actual = decode(case, "separate", width=6, reduce=reduce, scratch=poisoned(size), **options)
+        for here, there in zip(actual, expected, strict=True):
+            assert_same_bits(here.contiguous(), there.contiguous())
+        with pytest.raises(ValueError, match="scratch holds"):
+            decode(case, "separate", width=6, reduce=reduce, scratch=poisoned(size - ALIGNMENT), **options)
 
 
 def test_rebuilding_statistics_takes_one_fill_per_page():

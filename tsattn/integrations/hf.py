@@ -100,8 +100,8 @@ def make_cache(
     Raises
     ------
     ValueError
-        If the model has no full-attention layer, ``dense_layers`` or ``metric`` name another layer, or ``from_cache`` isn't
-        this model's.
+        If the model has no full-attention layer, ``dense_layers``, ``shared_layers``, ``layer_budgets`` or ``metric`` name
+        another layer, or ``from_cache`` isn't this model's.
     """
     register()
     return build_cache(model_config, sparse_config, Recorder(), from_cache, attention_mask, metric)
@@ -171,8 +171,8 @@ def sparse(
     Raises
     ------
     ValueError, TypeError, RuntimeError
-        On entering: for a model that can't be served, for ``dense_layers`` that are no full-attention layers of it, for one
-        that is inside such a block already. What a call asks for and pages can't give is refused by that call.
+        On entering: for a model that can't be served, for layers named in ``sparse_config`` that are no full-attention layers
+        of it, for one that is inside such a block already. What a call asks for and pages can't give is refused by that call.
 
     Examples
     --------

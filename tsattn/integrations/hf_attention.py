@@ -91,6 +91,8 @@ def _decode(layer: PagedLayer, query: Tensor, scale: float, softcap: float, sink
             seq_lens,
             page_stats_scale=pool.page_stats_scale,
             page_stats_weight=pool.page_stats_weight,
+            coarse_stats=pool.coarse_stats,
+            coarse_stats_scale=pool.coarse_stats_scale,
             return_selection=True,
             **options,
         )

@@ -37,7 +37,7 @@ def build_cache(
         )
     shared = [layer for group in sparse_config.shared_layers for layer in group]
     named = {"dense_layers": sparse_config.dense_layers, "shared_layers": shared, "metric": metric or ()}
-    for name, layers in named.items():
+    for name, layers in (named | {"layer_budgets": dict(sparse_config.layer_budgets)}).items():
         unknown = sorted(set(layers) - set(paged))
         if unknown:
             raise ValueError(

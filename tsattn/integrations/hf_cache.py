@@ -41,7 +41,7 @@ class PagedLayer(DynamicLayer):  # type: ignore[misc]
     Parameters
     ----------
     config : SparseConfig
-        Page size and kind of summary.
+        Page size, kind of summary, and what to keep: the budget of this layer where it names one.
     layer_idx : int
         The model's layer index.
     masks, undo
@@ -76,7 +76,7 @@ class PagedLayer(DynamicLayer):  # type: ignore[misc]
         self._ticket = 0
         self._newest = (0, 0, 0)
         super().__init__()
-        self.config = config
+        self.config = config = config.for_layer(layer_idx)
         self.metric = metric
         self.layer_idx = layer_idx
         self.masks, self.undo = masks, undo

@@ -9,7 +9,7 @@ All plans run the same device functions over the same tiles, so they give the sa
 same bits of `out` and `lse`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,11 +23,14 @@ from tsattn.kernels.fused_score import _score_select_kernel
 from tsattn.kernels.fused_ticket import _ticket_kernel
 from tsattn.kernels.handoff import num_counters
 from tsattn.kernels.launch import Growing, Piece, constants, on_device_of, scratch_or_new
+from tsattn.kernels.refine import refined_lists
+from tsattn.kernels.refine import scratch_pieces as refine_scratch
 from tsattn.kernels.score import WHOLE_ROWS, score_arguments, score_pages
 from tsattn.kernels.score_group import scratch_pieces as group_pieces
 from tsattn.kernels.select import scratch_pieces as select_pieces
 from tsattn.kernels.select import select_lists
 from tsattn.kernels.select_row import SelectArgs, SelectShape
+from tsattn.kernels.select_top_p import pages_for_mass
 from tsattn.scratch import Scratch, piece_bytes
 from tsattn.tuning.plans import plan_for
 from tsattn.tuning.space import pick
@@ -35,7 +38,7 @@ from tsattn.tuning.space import pick
 PLANS = ("separate", "two", "ticket", "row")
 
 
-def supports(plan: str, *, group_reduce: str) -> str | None:
+def supports(plan: str, *, group_reduce: str, top_p: bool = False, refine: bool = False) -> str | None:
     """Why a plan can't serve a decode step; None if it can.
 
     Parameters
@@ -45,15 +48,32 @@ def supports(plan: str, *, group_reduce: str) -> str | None:
     group_reduce : str
         As in :class:`tsattn.SparseConfig`. "softmax" and "mix" rank a page by whole rows of scores, which no single
         program of a fused launch has.
+    top_p : bool
+        Whether lists end where a mass is reached, which whole rows of scores tell, too.
+    refine : bool
+        Whether pages are scored on two levels, the second of which has no pages before the first has ended.
     """
     if plan not in PLANS:
         raise ValueError(f"plan must be one of {PLANS}, got {plan!r}")
     if plan != "separate" and group_reduce in WHOLE_ROWS:
         return f"group_reduce={group_reduce!r} needs whole rows of scores before it can rank; plan 'separate' has them"
+    if plan != "separate" and top_p:
+        return "top_p needs whole rows of scores before it knows how many pages to keep; plan 'separate' has them"
+    if plan != "separate" and refine:
+        return "refine_pages selects candidates of whole rows before it scores again; plan 'separate' does"
     return None
 
 
-def choose_plan(*, rows: int, num_kv_heads: int, num_cells: int, width: int, group_reduce: str) -> str:
+def choose_plan(
+    *,
+    rows: int,
+    num_kv_heads: int,
+    num_cells: int,
+    width: int,
+    group_reduce: str,
+    top_p: bool = False,
+    refine: bool = False,
+) -> str:
     """The plan that "auto" stands for: by shape, from a table of modelled times (tsattn/tuning/plans.py).
 
     Parameters
@@ -62,11 +82,11 @@ def choose_plan(*, rows: int, num_kv_heads: int, num_cells: int, width: int, gro
         R and HKV.
     num_cells, width : int
         N, the width of the page table, and K, the width of a list.
-    group_reduce : str
+    group_reduce, top_p, refine
         As in :func:`supports`.
     """
     plan = plan_for(rows * num_kv_heads, num_cells, width)
-    return plan if supports(plan, group_reduce=group_reduce) is None else "separate"
+    return plan if supports(plan, group_reduce=group_reduce, top_p=top_p, refine=refine) is None else "separate"
 
 
 def _list_pieces(num_rows: int, num_lists: int, width: int) -> list[Piece]:
@@ -90,6 +110,8 @@ def scratch_bytes(
     group_reduce: str,
     dtype: torch.dtype,
     kv_dtype: torch.dtype,
+    top_p: bool = False,
+    refine_pages: int | None = None,
 ) -> int:
     """Bytes of scratch that a decode step by any plan, a dense decode or a selection with `top_p` takes at most.
 
@@ -103,6 +125,10 @@ def scratch_bytes(
         As in :class:`tsattn.SparseConfig`.
     dtype, kv_dtype : torch.dtype
         Types of the queries and of the cache.
+    top_p : bool
+        Whether decode steps have one.
+    refine_pages : int, optional
+        As in :class:`tsattn.SparseConfig`.
     """
     if rows * num_cells == 0:
         return 0
@@ -112,7 +138,11 @@ def scratch_bytes(
     def attend(pages: int, lists: int) -> list[Piece]:
         return _attend_pieces(rows, num_heads, lists, max_splits(config, pages, page_size), head_dim)
 
-    step = [*_list_pieces(rows, num_lists, width), *select_pieces(rows * num_lists, num_cells, width, top_p=False)]
+    step = _list_pieces(rows, num_lists, width)
+    if refine_pages is None:
+        step += select_pieces(rows * num_lists, num_cells, width, top_p)
+    else:
+        step += refine_scratch(rows, num_heads, num_lists, head_dim, num_cells, width, refine_pages, dtype, top_p)
     if group_reduce in WHOLE_ROWS:
         step.append(((rows, num_heads, num_cells), torch.float32))
         step += group_pieces(rows, num_heads, num_kv_heads, num_cells, mix=group_reduce == "mix")
@@ -225,6 +255,10 @@ def sparse_decode(
     sinks: torch.Tensor | None,
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
+    top_p: float | None = None,
+    refine_pages: int | None = None,
+    coarse_stats: torch.Tensor | None = None,
+    coarse_stats_scale: torch.Tensor | None = None,
     page_stats_scale: torch.Tensor | None = None,
     page_stats_weight: torch.Tensor | None = None,
     plan: str,
@@ -247,7 +281,7 @@ def sparse_decode(
         out.zero_()
         lse.fill_(-torch.inf)
         return
-    reason = supports(plan, group_reduce=group_reduce)
+    reason = supports(plan, group_reduce=group_reduce, top_p=top_p is not None, refine=refine_pages is not None)
     if reason is not None:
         raise ValueError(f"plan {plan!r} can't be used: {reason}")
     if plan in ("two", "ticket"):
@@ -282,9 +316,28 @@ def sparse_decode(
         tokens,
         num_pages,
     )
-    if plan == "separate":
+    if refine_pages is not None and coarse_stats is not None and coarse_stats_scale is not None:
+        refined_lists(
+            q,
+            page_stats,
+            page_stats_scale,
+            page_stats_weight,
+            coarse_stats,
+            coarse_stats_scale,
+            select,
+            scratch,
+            refine_pages=refine_pages,
+            top_p=top_p,
+            kind=kind,
+            box_scale=box_scale,
+            softmax_scale=softmax_scale,
+            group_reduce=group_reduce,
+        )
+    elif plan == "separate":
         score_pages(q, page_stats, page_table, seq_lens, scores, scratch=scratch, **score_options)
         with on_device_of(q):
+            if top_p is not None:
+                select = replace(select, keep=pages_for_mass(select, top_p, scratch))
             select_lists(select, scratch)
     attend = attend_arguments(
         q,

@@ -10,6 +10,7 @@ from torch import Tensor
 from tsattn.reference.attend import attend_pages
 from tsattn.reference.score import score_pages
 from tsattn.reference.select import select_pages
+from tsattn.selection import PageSelection
 
 
 def sparse_decode(
@@ -31,11 +32,18 @@ def sparse_decode(
     sink_pages: int,
     recent_pages: int,
     softmax_scale: float,
+    top_p: float | None = None,
+    refine_pages: int | None = None,
+    coarse_stats: Tensor | None = None,
+    coarse_stats_scale: Tensor | None = None,
     page_stats_scale: Tensor | None = None,
     page_stats_weight: Tensor | None = None,
     **attention: Any,
 ) -> None:
-    """Score, select, attend; ``attention`` are the other options of :func:`attend_pages`."""
+    """Score, select, attend; ``attention`` are the other options of :func:`attend_pages`.
+
+    With ``refine_pages`` only pages that are among that many best ones by the coarse statistics can be chosen.
+    """
     page_size = k_cache.shape[1]
     paged, lists = (page_table, seq_lens), (page_ids, page_counts)
     scores = torch.empty((*page_ids.shape[:2], page_table.shape[1]), dtype=torch.float32, device=q.device)
@@ -43,5 +51,14 @@ def sparse_decode(
     ranking |= {"page_stats_scale": page_stats_scale, "page_stats_weight": page_stats_weight}
     forced: dict[str, Any] = {"sink_pages": sink_pages, "recent_pages": recent_pages}
     score_pages(q, page_stats, *paged, scores, page_size=page_size, softmax_scale=softmax_scale, **ranking)
-    select_pages(scores, seq_lens, *lists, page_size=page_size, budget=budget, top_p=None, **forced)
+    among = None
+    if refine_pages is not None and coarse_stats is not None:
+        coarse = torch.empty_like(scores)
+        ranking |= {"kind": "means", "box_scale": 1.0, "page_stats_scale": coarse_stats_scale}
+        ranking["page_stats_weight"] = None
+        score_pages(q, coarse_stats, *paged, coarse, page_size=page_size, softmax_scale=softmax_scale, **ranking)
+        width = min(refine_pages, page_table.shape[1])
+        among = PageSelection(page_ids.new_empty(*page_ids.shape[:2], width), torch.empty_like(page_counts))
+        select_pages(coarse, seq_lens, *among, page_size=page_size, budget=None, top_p=None, **forced)
+    select_pages(scores, seq_lens, *lists, page_size=page_size, budget=budget, top_p=top_p, **forced, among=among)
     attend_pages(q, k_cache, v_cache, *paged, *lists, out, lse, softmax_scale=softmax_scale, window=None, **attention)

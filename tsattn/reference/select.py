@@ -6,7 +6,7 @@ import math
 
 from torch import Tensor
 
-from tsattn.selection import NO_PAGE
+from tsattn.selection import NO_PAGE, PageSelection
 
 
 def forced_pages(num_pages: int, kept: int, sink_pages: int, recent_pages: int) -> list[int]:
@@ -56,8 +56,9 @@ def select_pages(
     top_p: float | None,
     sink_pages: int,
     recent_pages: int,
+    among: PageSelection | None = None,
 ) -> None:
-    """Write the chosen pages of every list, ascending, then ``NO_PAGE``."""
+    """Write the chosen pages of every list, ascending, then ``NO_PAGE``; with ``among`` only pages of its lists are chosen."""
     width = page_ids.shape[2]
     page_ids.fill_(NO_PAGE)
     page_counts.zero_()
@@ -67,7 +68,12 @@ def select_pages(
         if budget is not None:
             kept = min(kept, max(0, -(-int(budget[r]) // page_size)))
         for h in range(scores.shape[1]):
-            pages = choose(scores[r, h, :num_pages].tolist(), kept, top_p, sink_pages, recent_pages)
+            candidates = list(range(num_pages))
+            if among is not None:
+                candidates = among.page_ids[r, h, : int(among.page_counts[r, h])].tolist()
+            limits = min(kept, len(candidates)), top_p
+            chosen = choose(scores[r, h, candidates].tolist(), *limits, sink_pages, recent_pages)
+            pages = [candidates[n] for n in chosen]
             page_counts[r, h] = len(pages)
             if pages:
                 page_ids[r, h, : len(pages)] = page_ids.new_tensor(pages)

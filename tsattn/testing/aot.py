@@ -29,6 +29,7 @@ from triton.runtime.jit import JITFunction
 from tsattn import kernels
 from tsattn.kernels import select
 from tsattn.summaries import SUMMARIES
+from tsattn.testing.aot_steps import mass, merge, refine
 from tsattn.tuning import space
 
 TARGETS = {
@@ -268,11 +269,6 @@ def _decode(
     )
 
 
-def _merge(dtype: torch.dtype, dim: int) -> None:
-    out, lse = torch.zeros(3, 4, dim, dtype=dtype), torch.zeros(3, 4)
-    kernels.merge_states(out, lse, out.float(), lse, torch.empty_like(out), torch.empty_like(lse))
-
-
 def cases() -> dict[str, Callable[[], None]]:
     """All launches that the gate compiles, by name; each may compile several kernels."""
     table: dict[str, Callable[[], None]] = {}
@@ -346,8 +342,12 @@ def cases() -> dict[str, Callable[[], None]]:
     add(_decode, "ticket", "minmax", 2, BF16, FP8, 256, 64, 17, "max")
     for plan in kernels.PLANS:
         add(_decode, plan, "means", 2, BF16, BF16, 128, 16, 64, "max")
-    add(_merge, BF16, 80)
-    add(_merge, FP32, 256)
+
+    add(refine, 2, 2, 16, 512, 64, False)
+    add(refine, 8, 2, 12, 100, 10, True)
+    add(mass, 2048, 128)
+    add(merge, BF16, 80)
+    add(merge, FP32, 256)
     return table
 
 

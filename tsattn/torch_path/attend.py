@@ -146,17 +146,15 @@ def _hidden_tokens(pages: Tensor, counts: Tensor | None, page_size: int, read: i
     return hidden[:, None] if bool(hidden.any()) else None
 
 
-def _row_lists(
-    page_ids: Tensor | None, page_counts: Tensor | None, r: int, everything: Tensor
-) -> tuple[Tensor | None, Tensor | None]:
+def _row_lists(page_ids: Tensor | None, page_counts: Tensor | None, everything: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """Logical pages [HL, k] of one row, and counts [HL] where the lists differ in length (cells behind hold any page).
 
     (None, None) where all lists hold ``everything`` [P], the pages that the row sees.
     """
     if page_ids is None or page_counts is None or everything.numel() == 0:
         return None, None
-    counts = page_counts[r].long()
-    pages = page_ids[r, :, : int(counts.max())].long()
+    counts = page_counts.long()
+    pages = page_ids[:, : int(counts.max())].long()
     listed = torch.arange(pages.shape[1], device=pages.device) < counts[:, None]
     good = listed & (pages >= everything[0]) & (pages <= everything[-1])
     kept: Tensor | None = None
@@ -206,6 +204,42 @@ def attend_to_lists(
     attention(q, keys, values, hidden, options, into)
 
 
+def attend_row(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cells: Tensor,
+    length: int,
+    page_ids: Tensor | None,
+    page_counts: Tensor | None,
+    window: int | None,
+    options: Options,
+    into: tuple[Tensor, Tensor],
+) -> None:
+    """Attention of one row, whose pages are ``cells`` [N], to lists [HL, K] of which counts [HL] are valid, or to all pages."""
+    out, lse = into
+    page_size = k_cache.shape[1]
+    num_pages = -(-length // page_size)
+    first = 0 if window is None else max(0, length - window)
+    everything = torch.arange(first // page_size, num_pages, device=q.device)
+    pages, counts = _row_lists(page_ids, page_counts, everything)
+    if length == 0 or (pages is not None and pages.shape[1] == 0):
+        out.zero_()
+        lse.fill_(-math.inf)
+    elif pages is None:
+        row = row_pages(cells[first // page_size : num_pages])
+        gone = first // page_size * page_size
+        attend_to_all(q, k_cache, v_cache, row, first - gone, length - gone, options, into)
+    else:
+        # The last page of a row is its only partial one; where every list ends with it, cut the tail instead of masking.
+        # A list that names it twice has a copy whose tail needs the mask.
+        ends_last = counts is None and bool(((pages == num_pages - 1).sum(dim=1) == 1).all())
+        ends_last = ends_last and bool((pages[:, -1] == num_pages - 1).all())
+        read = pages.shape[1] * page_size - (num_pages * page_size - length if ends_last else 0)
+        hidden = None if ends_last and first == 0 else _hidden_tokens(pages, counts, page_size, read, length, first)
+        attend_to_lists(q, k_cache, v_cache, cells.long()[pages], read, hidden, options, into)
+
+
 def attend_pages(
     q: Tensor,
     k_cache: Tensor,
@@ -225,29 +259,10 @@ def attend_pages(
     v_scale: Tensor | None,
 ) -> None:
     """Attend to the listed pages of every row (``page_ids`` None: to all of them)."""
-    page_size = k_cache.shape[1]
     options = Options(softmax_scale, softcap, sinks, k_scale, v_scale)
     for r, length in enumerate(seq_lens.tolist()):
-        num_pages = -(-length // page_size)
-        first = 0 if window is None else max(0, length - window)
-        everything = torch.arange(first // page_size, num_pages, device=q.device)
-        pages, counts = _row_lists(page_ids, page_counts, r, everything)
-        if length == 0 or (pages is not None and pages.shape[1] == 0):
-            out[r] = 0.0
-            lse[r] = -math.inf
-        elif pages is None:
-            row = row_pages(page_table[r, first // page_size : num_pages])
-            gone = first // page_size * page_size
-            attend_to_all(q[r], k_cache, v_cache, row, first - gone, length - gone, options, (out[r], lse[r]))
-        else:
-            # The last page of a row is its only partial one; where every list ends with it, cut the tail instead of masking.
-            # A list that names it twice has a copy whose tail needs the mask.
-            ends_last = counts is None and bool(((pages == num_pages - 1).sum(dim=1) == 1).all())
-            ends_last = ends_last and bool((pages[:, -1] == num_pages - 1).all())
-            read = pages.shape[1] * page_size - (num_pages * page_size - length if ends_last else 0)
-            hidden = None if ends_last and first == 0 else _hidden_tokens(pages, counts, page_size, read, length, first)
-            physical = page_table[r].long()[pages]
-            attend_to_lists(q[r], k_cache, v_cache, physical, read, hidden, options, (out[r], lse[r]))
+        ids, counts = (None, None) if page_ids is None or page_counts is None else (page_ids[r], page_counts[r])
+        attend_row(q[r], k_cache, v_cache, page_table[r], length, ids, counts, window, options, (out[r], lse[r]))
 
 
 def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, out: Tensor, lse: Tensor) -> None:

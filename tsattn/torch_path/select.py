@@ -51,8 +51,8 @@ def select_row(scores: Tensor, kept: int, *, sink_pages: int, recent_pages: int)
     return order[:, :kept].sort(dim=-1).values
 
 
-def _select_by_mass(
-    scores: Tensor, kept: int, top_p: float, sink_pages: int, recent_pages: int, width: int
+def select_by_mass(
+    scores: Tensor, kept: int, top_p: float, *, sink_pages: int, recent_pages: int, width: int
 ) -> tuple[Tensor, Tensor]:
     """Pages [H, width] (``NO_PAGE`` behind) and counts [H] of the smallest lists whose estimated mass is ``top_p``."""
     num_pages = scores.shape[1]
@@ -102,7 +102,7 @@ def select_pages(
         kept = pages_to_keep(num_pages, width, tokens, page_size)
         row = scores[r, :, :num_pages]
         if top_p is not None and num_pages:
-            ids, counts = _select_by_mass(row, kept, top_p, sink_pages, recent_pages, width)
+            ids, counts = select_by_mass(row, kept, top_p, sink_pages=sink_pages, recent_pages=recent_pages, width=width)
             page_ids[r, :, : ids.shape[1]], page_counts[r] = ids, counts.int()
             continue
         row = torch.nan_to_num(row, nan=math.inf, posinf=math.inf, neginf=-math.inf)
