@@ -20,6 +20,9 @@ CONFIGS = {
     "meanvar": SparseConfig(kind="meanvar", **SMALL),
     "int8": SparseConfig(stats_dtype=torch.int8, **SMALL),
     "centroids": SparseConfig(kind="centroids", **SMALL),
+    "two levels": SparseConfig(refine_pages=16, **SMALL),
+    "a mass": SparseConfig(top_p=0.9, **SMALL),
+    "by layer": SparseConfig(layer_budgets={1: 16}, **SMALL),
     "mix": SparseConfig(group_reduce="mix", **SMALL),
     "softmax": SparseConfig(group_reduce="softmax", **SMALL),
     "per query head": SparseConfig.paper(page_size=4, token_budget=32),
@@ -120,6 +123,9 @@ def test_bytes_are_counted():
     assert layer.dense_bytes == sum(lengths) / 2 * heads * 2 * dim * element
     assert layer.kv_bytes == (31 + 32) / 2 * heads * 2 * dim * element
     assert layer.statistics_bytes == 38 * heads * 2 * dim * element
+    refined = SparseConfig(page_size=4, token_budget=32, recent_pages=2, parts=2, refine_pages=20)
+    layer = score_chunk(model, prefilled, tokens[:2], QueryAware(refined)).layers[0]
+    assert layer.statistics_bytes == 38 * heads * (dim + 4) + 20 * heads * 2 * dim * element
     int8 = SparseConfig(page_size=4, token_budget=32, recent_pages=2, parts=2, stats_dtype=torch.int8)
     layer = score_chunk(model, prefilled, tokens[:2], QueryAware(int8)).layers[0]
     assert layer.statistics_bytes == 38 * heads * 2 * (dim + 4)

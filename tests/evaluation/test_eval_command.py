@@ -118,6 +118,8 @@ def test_specs():
     assert parse_spec("paper:budget=512").config == SparseConfig.paper(token_budget=512)
     spec = parse_spec("quarters=tsattn:kind=means,parts=4,dtype=int8,dense_layers=0+3")
     assert spec.label == "quarters"
+    config = parse_spec("tsattn:layer_budgets=0/512+7/64,top_p=0.5,refine_pages=99").config
+    assert config == SparseConfig(layer_budgets={0: 512, 7: 64}, top_p=0.5, refine_pages=99)
     assert spec.config == SparseConfig(parts=4, stats_dtype=torch.int8, dense_layers=(0, 3))
 
 

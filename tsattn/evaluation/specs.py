@@ -37,7 +37,8 @@ def parse_spec(text: str) -> Spec:
     """``"tsattn"``, ``"paper:budget=512"``, ``"quarters=tsattn:kind=means,parts=4,dtype=int8"``.
 
     Fields are those of :class:`tsattn.SparseConfig`; ``budget``, ``reduce``, ``dtype`` and ``recent`` are short for
-    token_budget, group_reduce, stats_dtype and recent_pages. Layers are joined by "+": ``dense_layers=0+1``.
+    token_budget, group_reduce, stats_dtype and recent_pages. Layers are joined by "+":
+    ``dense_layers=0+1``, ``layer_budgets=0/512+7/64``.
 
     Raises
     ------
@@ -62,9 +63,11 @@ def parse_spec(text: str) -> Spec:
 def _value(key: str, text: str) -> Any:
     if key == "stats_dtype":
         return None if text == "None" else getattr(torch, text, text)
-    if key in ("dense_layers",):
+    if key == "dense_layers":
         return tuple(int(part) for part in text.split("+"))
-    default = _FIELDS[key]
+    if key == "layer_budgets":
+        return tuple(tuple(map(int, part.split("/"))) for part in text.split("+"))
+    default = 0 if key == "refine_pages" else 0.0 if key == "top_p" else _FIELDS[key]
     try:
         return type(default)(text) if isinstance(default, int | float) and not isinstance(default, bool) else text
     except ValueError as error:

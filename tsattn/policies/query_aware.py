@@ -41,7 +41,7 @@ class QueryAware:
 
     def attend(self, step: Step) -> Attended:
         """Score, select and attend; dense layers read everything, followers what their leader chose."""
-        config, pages = self.config, step.pages(self.config.page_size)
+        config, pages = self.config.for_layer(step.layer), step.pages(self.config.page_size)
         caches = pages.k_cache, pages.v_cache, pages.page_table
         if step.layer in config.dense_layers:
             out = dense_decode(step.q, *caches, step.seq_lens, **step.options)
@@ -51,12 +51,12 @@ class QueryAware:
             selection = self.chosen[leader]
             out = attend_pages(step.q, *caches, step.seq_lens, selection, **step.options)
             return Attended(out, selection, config.page_size, 0.0)  # type: ignore[arg-type]
-        found = self._sparse_step(step, pages)
+        found = self._sparse_step(step, pages, config)
         self.chosen[step.layer] = found.selection
-        return Attended(found.out, found.selection, config.page_size, self._statistics_bytes(step))
+        return Attended(found.out, found.selection, config.page_size, statistics_bytes(step, config))
 
-    def _sparse_step(self, step: Step, pages: Pages) -> Any:
-        config, size = self.config, self.config.page_size
+    def _sparse_step(self, step: Step, pages: Pages, config: SparseConfig) -> Any:
+        size = config.page_size
         own = _with_own_last_page(pages, step.seq_lens, size)
         num_pages, heads_kv, dim = own.k_cache.shape[0], own.k_cache.shape[2], own.k_cache.shape[3]
         every = torch.arange(num_pages, dtype=torch.int32, device=step.q.device)[:, None]
@@ -68,19 +68,28 @@ class QueryAware:
             "page_stats_scale": torch.empty(stats.shape[:3], device=step.q.device) if dtype == torch.int8 else None,
             "page_stats_weight": torch.empty(stats.shape[:3], device=step.q.device) if config.kind == "centroids" else None,
         }
+        if config.refine_pages is not None:
+            beside["coarse_stats"] = torch.empty((num_pages, heads_kv, 1, dim), dtype=torch.int8, device=step.q.device)
+            beside["coarse_stats_scale"] = torch.empty((num_pages, heads_kv, 1), device=step.q.device)
         metric = self.metric.get(step.layer) if config.kind == "centroids" else None
         rebuild_page_stats(own.k_cache, stats, every, fills, kind=config.kind, metric=metric, **beside)
         options = {**beside, **step.options, "config": config, "return_selection": True}
         return sparse_decode(step.q, own.k_cache, own.v_cache, stats, own.page_table, step.seq_lens, **options)
 
-    def _statistics_bytes(self, step: Step) -> float:
-        """Of the rows that are scored: those that can't keep all their pages."""
-        config = self.config
-        pages = -(-step.seq_lens // config.page_size)
-        covered = (pages <= config.pages_kept) | (step.seq_lens < config.min_seq_len)
-        beside = (config.stats_dtype == torch.int8) + (config.kind == "centroids")  # fp32 scale, fp32 weight
-        vector = step.keys.shape[2] * ELEMENT[config.stats_dtype] + 4 * beside
-        return float(pages[~covered].sum()) * step.keys.shape[0] * config.vectors * vector
+
+def statistics_bytes(step: Step, config: SparseConfig) -> float:
+    """Read by all rows that are scored: those that can't keep all their pages, and with ``top_p`` all."""
+    pages = -(-step.seq_lens // config.page_size)
+    if config.top_p is None:
+        pages = pages[(pages > config.pages_kept) & (step.seq_lens >= config.min_seq_len)]
+    dim, heads_kv = step.keys.shape[2], step.keys.shape[0]
+    beside = (config.stats_dtype == torch.int8) + (config.kind == "centroids")  # fp32 scale, fp32 weight
+    summary = config.vectors * (dim * ELEMENT[config.stats_dtype] + 4 * beside)
+    if config.refine_pages is None:
+        return heads_kv * float(pages.sum()) * summary
+    lists = step.q.shape[1] if config.group_reduce == "none" else heads_kv
+    coarse = heads_kv * float(pages.sum()) * (dim + 4)  # one int8 mean and its scale
+    return coarse + lists * float(pages.clamp_max(config.refine_pages).sum()) * summary
 
 
 def _with_own_last_page(pages: Pages, seq_lens: Tensor, page_size: int) -> Pages:
@@ -88,7 +97,8 @@ def _with_own_last_page(pages: Pages, seq_lens: Tensor, page_size: int) -> Pages
     last = ((seq_lens - 1) // page_size).long()
     num_pages, rows = pages.k_cache.shape[0], seq_lens.shape[0]
     k_cache, v_cache = (
-        torch.cat((pool, pool[last])).transpose(0, 2).contiguous().transpose(0, 2) for pool in (pages.k_cache, pages.v_cache)
+        torch.cat((pool, pool[last])).permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3)  # head by head, as caches lie
+        for pool in (pages.k_cache, pages.v_cache)
     )
     table = pages.page_table.clone()
     table[torch.arange(rows, device=last.device), last] = torch.arange(num_pages, num_pages + rows, device=last.device).int()
