@@ -27,19 +27,19 @@ from tsattn.evaluation.tasks import Task, TaskMaker
 from tsattn.policies.query_aware import ELEMENT
 
 SUMMARIES = {
-    "mean": "parts=1",
+    "mean": "parts=1,dtype=None",
     "mean int8": "parts=1,dtype=int8",
-    "halves": "parts=2",
+    "halves": "parts=2,dtype=None",
     "halves int8": "parts=2,dtype=int8",
-    "quarters": "parts=4",
+    "quarters": "parts=4,dtype=None",
     "quarters int8": "parts=4,dtype=int8",
     "eighths int8": "parts=8,dtype=int8",
-    "mean and variance": "kind=meanvar",
-    "centroids": "kind=centroids",
+    "mean and variance": "kind=meanvar,dtype=None",
+    "centroids": "kind=centroids,dtype=None",
     "centroids int8": "kind=centroids,dtype=int8",
-    "box X=1": "kind=minmax",
-    "box X=0.25": "kind=minmax,box_scale=0.25",
-    "box X=0": "kind=minmax,box_scale=0",
+    "box X=1": "kind=minmax,dtype=None",
+    "box X=0.25": "kind=minmax,box_scale=0.25,dtype=None",
+    "box X=0": "kind=minmax,box_scale=0,dtype=None",
 }
 REDUCTIONS = ("max", "mix", "softmax", "none")
 BUDGETS = (128, 256, 512, 768, 1024, 2048)
@@ -89,11 +89,20 @@ def recent() -> list[Spec]:
     ]
 
 
+def levels() -> list[Spec]:
+    """Two levels of scoring: how many pages the second one sees, at 256 tokens."""
+    return [
+        spec(f"{name}, {pages or 'all'} refined", f"{SUMMARIES[name]},budget=256" + (f",refine_pages={pages}" if pages else ""))
+        for name, pages in product(("halves int8", "quarters int8", "eighths int8", "centroids int8"), (32, 64, 128, None))
+    ]
+
+
 POLICIES: dict[str, Callable[[], list[Spec]]] = {
     "summaries": summaries,
     "budgets": budgets,
     "pages": pages,
     "recent": recent,
+    "levels": levels,
 }
 
 

@@ -96,14 +96,14 @@ class SparseConfig:
     """
 
     page_size: int = 16
-    token_budget: int = 1024
+    token_budget: int = 768
     sink_pages: int = 1
     recent_pages: int = 4
     kind: str = "means"
     parts: int = 2
     box_scale: float = 1.0
     group_reduce: str = "max"
-    stats_dtype: torch.dtype | None = None
+    stats_dtype: torch.dtype | None = torch.int8
     min_seq_len: int = 0
     dense_layers: tuple[int, ...] = ()
     reselect_every: int = 1
@@ -203,7 +203,7 @@ class SparseConfig:
         **overrides
             Fields to set otherwise, such as ``token_budget``.
         """
-        base = cls(kind="minmax", box_scale=1.0, recent_pages=1, group_reduce="none")
+        base = cls(kind="minmax", box_scale=1.0, recent_pages=1, group_reduce="none", stats_dtype=None)
         return replace(base, **overrides)
 
     def as_dict(self) -> dict[str, Any]:

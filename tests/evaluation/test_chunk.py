@@ -14,9 +14,9 @@ from tsattn.testing import assert_close
 CONTEXT, CHUNK = 150, 13
 SMALL = {"page_size": 4, "token_budget": 32, "recent_pages": 2}
 CONFIGS = {
-    "means": SparseConfig(**SMALL),
-    "one mean": SparseConfig(parts=1, **SMALL),
-    "minmax": SparseConfig(kind="minmax", **SMALL),
+    "means": SparseConfig(stats_dtype=None, **SMALL),
+    "one mean": SparseConfig(parts=1, stats_dtype=None, **SMALL),
+    "minmax": SparseConfig(kind="minmax", stats_dtype=None, **SMALL),
     "meanvar": SparseConfig(kind="meanvar", **SMALL),
     "int8": SparseConfig(stats_dtype=torch.int8, **SMALL),
     "centroids": SparseConfig(kind="centroids", **SMALL),
@@ -116,14 +116,14 @@ def test_the_prefill_stays_as_it_is():
 
 def test_bytes_are_counted():
     model, prefilled, tokens = read("llama")
-    config = SparseConfig(page_size=4, token_budget=32, recent_pages=2, parts=2)
+    config = SparseConfig(page_size=4, token_budget=32, recent_pages=2, parts=2, stats_dtype=None)
     layer = score_chunk(model, prefilled, tokens[:2], QueryAware(config)).layers[0]
     heads, dim, element = 2, 16, 2
     lengths = [CONTEXT + 1, CONTEXT + 2]  # 38 pages; the last one holds 3 and 4 tokens
     assert layer.dense_bytes == sum(lengths) / 2 * heads * 2 * dim * element
     assert layer.kv_bytes == (31 + 32) / 2 * heads * 2 * dim * element
     assert layer.statistics_bytes == 38 * heads * 2 * dim * element
-    refined = SparseConfig(page_size=4, token_budget=32, recent_pages=2, parts=2, refine_pages=20)
+    refined = SparseConfig(page_size=4, token_budget=32, recent_pages=2, parts=2, refine_pages=20, stats_dtype=None)
     layer = score_chunk(model, prefilled, tokens[:2], QueryAware(refined)).layers[0]
     assert layer.statistics_bytes == 38 * heads * (dim + 4) + 20 * heads * 2 * dim * element
     int8 = SparseConfig(page_size=4, token_budget=32, recent_pages=2, parts=2, stats_dtype=torch.int8)

@@ -23,13 +23,13 @@ from tsattn.integrations.hf import full_attention_layers
 BUDGETS = (256, 512, 768, 1024)
 REDUCTIONS = ("max", "mix")
 SUMMARIES: tuple[dict[str, Any], ...] = (
-    {"kind": "means", "parts": 1, "stats_dtype": torch.int8},
     {"kind": "means", "parts": 1},
-    {"kind": "means", "parts": 2, "stats_dtype": torch.int8},
     {"kind": "means", "parts": 2},
-    {"kind": "means", "parts": 4, "stats_dtype": torch.int8},
+    {"kind": "means", "parts": 4},
+    {"kind": "centroids"},
     {"kind": "minmax", "box_scale": 0.25},
 )
+"""Stored in int8: on a real model nothing else was seen to be better for its bytes (docs/quality.md)."""
 MANY_LAYERS = 8
 """From so many full-attention layers on, leaving the first dense is cheap enough to be a candidate."""
 
@@ -49,7 +49,7 @@ class Tolerance:
 def default_candidates(full_layers: Sequence[int] = ()) -> list[SparseConfig]:
     """Kinds x reductions x budgets; with many full-attention layers also each with the first of them dense."""
     plain = [
-        SparseConfig(token_budget=budget, group_reduce=reduce, **summary)
+        SparseConfig(token_budget=budget, group_reduce=reduce, stats_dtype=torch.int8, **summary)
         for summary, reduce, budget in product(SUMMARIES, REDUCTIONS, BUDGETS)
     ]
     if len(full_layers) < MANY_LAYERS:
