@@ -97,12 +97,40 @@ def levels() -> list[Spec]:
     ]
 
 
+def defaults() -> list[Spec]:
+    """Candidates for the defaults: at most a twelfth of the bytes at 16K."""
+    options = {
+        "mean int8, max, 1024": "parts=1,budget=1024",
+        "halves int8, max, 768": "parts=2,budget=768",
+        "halves int8, mix, 768": "parts=2,budget=768,reduce=mix",
+        "quarters int8, max, 304": "parts=4,budget=304",
+        "quarters int8, mix, 304": "parts=4,budget=304,reduce=mix",
+        "halves int8, 128 refined, max, 768": "parts=2,budget=768,refine_pages=128",
+        "quarters int8, 128 refined, max, 768": "parts=4,budget=768,refine_pages=128",
+        "eighths int8, 128 refined, max, 768": "parts=8,budget=768,refine_pages=128",
+        "centroids int8, max, 768": "kind=centroids,budget=768",
+    }
+    ours = [spec(label, f"dtype=int8,{text}") for label, text in options.items()]
+    return [*ours, spec("paper, 768", "budget=768", "paper"), spec("oracle max, 768", "budget=768", "oracle-max")]
+
+
+def default_tasks(loaded: Any, paragraphs: list[str]) -> list[Task]:
+    """More standard pass keys: three texts at 4K, two at 8K and 16K; three continued texts at 8K."""
+    tasks: list[Task] = []
+    for context, seeds, places in ((4096, (30, 31, 32), 8), (8192, (30, 31), 8), (16384, (31, 32), 4)):
+        for seed, (i, depth) in product(seeds, enumerate(needles.depths(places))):
+            facts = needles.pass_key("standard", seed + i)
+            tasks.append(maker(loaded, paragraphs, context, seed).retrieval(facts, "standard", depth))
+    return tasks + [maker(loaded, paragraphs, 8192, seed).continuation(96) for seed in (31, 32, 33)]
+
+
 POLICIES: dict[str, Callable[[], list[Spec]]] = {
     "summaries": summaries,
     "budgets": budgets,
     "pages": pages,
     "recent": recent,
     "levels": levels,
+    "defaults": defaults,
 }
 
 
@@ -129,7 +157,8 @@ def usual_tasks(loaded: Any, paragraphs: list[str]) -> list[Task]:
 def sweep(name: str, loaded: Any, paragraphs: list[str], out: Path, command: str) -> None:
     """Measure one of the sweeps and write its report."""
     folder = out / name
-    rows = grid.measure_grid(loaded.model, usual_tasks(loaded, paragraphs), POLICIES[name](), path=folder / "rows.jsonl")
+    tasks = default_tasks(loaded, paragraphs) if name == "defaults" else usual_tasks(loaded, paragraphs)
+    rows = grid.measure_grid(loaded.model, tasks, POLICIES[name](), path=folder / "rows.jsonl")
     report.write(rows, folder, about_of(loaded, command))
 
 

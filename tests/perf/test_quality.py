@@ -1,0 +1,66 @@
+"""The sweeps of perf/quality.py: labels that differ, tasks of the right size, equal bytes; and its committed results."""
+
+import pytest
+import torch
+
+from perf import quality, timing
+from tests.evaluation.test_haystack import encode
+from tsattn import SparseConfig
+from tsattn.evaluation import grid, report
+from tsattn.policies import Step
+from tsattn.policies.query_aware import statistics_bytes
+
+RESULTS = timing.ROOT / "perf" / "results" / "cpu" / "quality"
+TEXT = [f"Paragraph {i} of a text." for i in range(50)]
+
+
+class Loaded:
+    """One token per character."""
+
+    name, model = "none", None
+    encode = staticmethod(encode)
+
+    class tokenizer:
+        bos_token_id = 1
+
+
+@pytest.mark.parametrize("name", quality.POLICIES)
+def test_policies_have_labels_of_their_own(name):
+    specs = quality.POLICIES[name]()
+    assert len({spec.label for spec in specs}) == len({(spec.name, spec.config) for spec in specs}) == len(specs)
+    for spec in specs:
+        spec.policy()
+
+
+@pytest.mark.parametrize("tasks", [quality.usual_tasks, quality.default_tasks])
+def test_tasks_have_their_lengths_and_differ(tasks):
+    made = tasks(Loaded, TEXT)
+    assert all(len(task.context) == task.about["context"] for task in made)
+    assert len({grid.key_of(task.about, "") for task in made}) == len(made)
+
+
+@pytest.mark.parametrize("context", quality.HEAT_CONTEXTS)
+def test_yardsticks_of_the_heat_map_read_as_many_bytes_as_the_defaults(context):
+    ours, *others = quality.equal_bytes(context)
+    assert ours.config == SparseConfig()
+    dim, element = 256, 2
+    keys = torch.empty(1, context, dim)
+    step = Step(0, torch.empty(1, 4, dim), keys, keys, torch.tensor([context], dtype=torch.int32), {})
+    token = 2 * dim * element
+    budget = ours.config.pages_kept * ours.config.page_size
+    spent = (statistics_bytes(step, ours.config) + budget * token) / token
+    for spec in others:
+        if "equal" in spec.label:
+            assert spec.config.page_size + spent > spec.config.pages_kept * spec.config.page_size >= spent - context / 512
+
+
+@pytest.mark.parametrize("folder", sorted(path.name for path in RESULTS.iterdir()))
+def test_committed_rows_are_whole(folder):
+    rows = grid.read_rows(RESULTS / folder / "rows.jsonl")
+    policies = report.policies(rows)
+    tasks = {grid.key_of(row["task"], "") for row in rows}
+    assert policies[0] == "dense"
+    assert len({grid.key_of(row["task"], row["policy"]) for row in rows}) == len(rows)
+    if folder != "calibration":  # there the second half is for the chosen only
+        assert len(rows) == len(policies) * len(tasks)
+    assert all(row["bytes_share"] == 1.0 for row in rows if row["policy"] == "dense")
