@@ -15,6 +15,7 @@ import itertools
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +45,13 @@ def parse() -> argparse.Namespace:
 
 def variants(budget: int, full_layers: list[int]) -> dict[str, SparseConfig]:
     """The default configuration with every way of reuse that is compared."""
-    table = {f"every {n}": SparseConfig(token_budget=budget, reselect_every=n) for n in (1, 2, 4, 8, 16)}
+    plain = SparseConfig(token_budget=budget, stats_dtype=None)  # statistics like the keys, as bytes_share counts them
+    table = {f"every {n}": replace(plain, reselect_every=n) for n in (1, 2, 4, 8, 16)}
     groups = [*itertools.pairwise(full_layers), tuple(full_layers)]
     for group in dict.fromkeys(groups):
         name = "layers " + "+".join(map(str, group))
-        table[name] = SparseConfig(token_budget=budget, shared_layers=(group,))
-    table[f"every 4, {name}"] = SparseConfig(token_budget=budget, reselect_every=4, shared_layers=(group,))
+        table[name] = replace(plain, shared_layers=(group,))
+    table[f"every 4, {name}"] = replace(plain, reselect_every=4, shared_layers=(group,))
     return table
 
 
