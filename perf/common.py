@@ -72,7 +72,12 @@ def config_of(workload: Workload, plan: str = "auto") -> tsattn.SparseConfig:
     """The configuration of a workload."""
     summary = SUMMARIES[workload.summary]
     return tsattn.SparseConfig(
-        page_size=workload.page_size, token_budget=workload.budget, kind=summary.kind, parts=summary.vectors, plan=plan
+        page_size=workload.page_size,
+        token_budget=workload.budget,
+        kind=summary.kind,
+        parts=summary.vectors,
+        stats_dtype=None,
+        plan=plan,
     )
 
 

@@ -28,11 +28,11 @@ import tsattn
 from tsattn.demo.report import machine
 
 HEADS = {"32/8/128": (32, 8, 128), "4/1/256": (4, 1, 256)}
-WIDE = {"stats_dtype": torch.float32}
+LIKE_KEYS, WIDE = {"stats_dtype": None}, {"stats_dtype": torch.float32}
 KINDS = {
-    "minmax": {"kind": "minmax"},
-    "means1": {"kind": "means", "parts": 1},
-    "means2": {"kind": "means", "parts": 2},
+    "minmax": {"kind": "minmax", **LIKE_KEYS},
+    "means1": {"kind": "means", "parts": 1, **LIKE_KEYS},
+    "means2": {"kind": "means", "parts": 2, **LIKE_KEYS},
     "minmax-fp32": {"kind": "minmax", **WIDE},
     "means1-fp32": {"kind": "means", "parts": 1, **WIDE},
     "means2-fp32": {"kind": "means", "parts": 2, **WIDE},

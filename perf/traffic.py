@@ -132,7 +132,12 @@ def measure(workload: Workload, plan: str, dense_limit: int) -> dict[str, Any]:
     """One row of the result file: bytes of one layer and one row (all KV heads)."""
     summary = SUMMARIES[workload.summary]
     config = tsattn.SparseConfig(
-        page_size=workload.page_size, token_budget=workload.budget, kind=summary.kind, parts=summary.vectors, plan=plan
+        page_size=workload.page_size,
+        token_budget=workload.budget,
+        kind=summary.kind,
+        parts=summary.vectors,
+        stats_dtype=None,
+        plan=plan,
     )
     head, heads = workload.one_head, workload.model.heads_kv
     lengths, cells = [workload.context], head.pages(workload.context)
