@@ -8,7 +8,7 @@ import torch
 from tsattn.__main__ import main
 from tsattn.config import SparseConfig
 from tsattn.evaluation import grid
-from tsattn.evaluation.report import answered, mean_of
+from tsattn.evaluation.report import answered, mean_of, unbeaten
 from tsattn.evaluation.specs import parse_spec
 
 pytest.importorskip("matplotlib")
@@ -121,6 +121,11 @@ def test_specs():
     config = parse_spec("tsattn:layer_budgets=0/512+7/64,top_p=0.5,refine_pages=99").config
     assert config == SparseConfig(layer_budgets={0: 512, 7: 64}, top_p=0.5, refine_pages=99)
     assert spec.config == SparseConfig(parts=4, stats_dtype=torch.int8, dense_layers=(0, 3))
+
+
+def test_the_frontier_is_what_no_other_beats():
+    points = {"a": (1.0, 5.0), "b": (2.0, 5.0), "c": (2.0, 3.0), "d": (4.0, 4.0), "e": (5.0, 1.0), "f": (1.0, 5.0)}
+    assert unbeaten(points) == ["a", "c", "e"]
 
 
 def test_only_prompts_that_dense_attention_answers_count():

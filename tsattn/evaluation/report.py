@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -130,7 +130,10 @@ def heat_map(rows: Sequence[Row], path: Path) -> None:
 
 
 def frontier(rows: Sequence[Row], path: Path, *, mark: Sequence[str] = ()) -> None:
-    """Bytes read against KL and against wrong answers, a point for each policy; those in `mark` stand out."""
+    """Bytes read against KL and against wrong answers, a point for each policy.
+
+    Those that no other beats in both are named and joined by a line; those in `mark` stand out.
+    """
     import matplotlib.pyplot as plt
     from matplotlib.ticker import PercentFormatter
 
@@ -141,14 +144,19 @@ def frontier(rows: Sequence[Row], path: Path, *, mark: Sequence[str] = ()) -> No
     panels = [panel for panel in panels if panel[1]]
     figure, axes = plt.subplots(1, len(panels), figsize=(6.4 * len(panels), 5), squeeze=False, layout="constrained")
     for axis, (title, some, measure) in zip(axes.flat, panels, strict=True):
+        points = {}
         for label in policies(some):
             mine = [row for row in some if row["policy"] == label]
             x, y = mean_of(mine, "bytes_share"), measure(mine)
-            if label == DENSE or x is None or y is None:
-                continue
-            chosen = label in mark
-            axis.plot(x, y, "*" if chosen else "o", ms=13 if chosen else 5, color="C3" if chosen else "C0")
-            axis.annotate(label, (x, y), fontsize=7, xytext=(4, 3), textcoords="offset points")
+            if label != DENSE and x is not None and y is not None:
+                points[label] = x, y
+        best = unbeaten(points)
+        axis.plot(*zip(*sorted(points[label] for label in best), strict=True), drawstyle="steps-post", color="C0", lw=1)
+        for label, (x, y) in points.items():
+            chosen, named = label in mark, label in best
+            axis.plot(x, y, "*" if chosen else "o", ms=13 if chosen else 5, color="C3" if chosen else "C0" if named else "0.7")
+            if chosen or named:
+                axis.annotate(label, (x, y), fontsize=7, xytext=(4, 3), textcoords="offset points")
         axis.set_xscale("log")
         axis.xaxis.set_major_formatter(PercentFormatter(1.0))
         axis.xaxis.set_minor_formatter(PercentFormatter(1.0))
@@ -157,6 +165,15 @@ def frontier(rows: Sequence[Row], path: Path, *, mark: Sequence[str] = ()) -> No
         axis.grid(alpha=0.3)
     figure.savefig(path, dpi=150)
     plt.close(figure)
+
+
+def unbeaten(points: Mapping[str, tuple[float, float]]) -> list[str]:
+    """Labels of the points that no other is below in one coordinate without being above in the other; ties: the first."""
+    kept: list[str] = []
+    for label, (_, y) in sorted(points.items(), key=lambda item: item[1]):
+        if not kept or y < min(points[other][1] for other in kept):
+            kept.append(label)
+    return kept
 
 
 def _short(tokens: int) -> str:
