@@ -80,10 +80,9 @@ class SparseConfig:
 
     Notes
     -----
-    The defaults were chosen on one pretrained model, Gemma 3 270M. What is published of it is
-    ``perf/results/cpu/pass_key.jsonl``, made by ``python perf/pass_key.py``: of nine pass keys in 4K to 16K tokens dense
-    attention finds nine, the defaults with a budget of 256 tokens nine, :meth:`paper` with the same budget three. That method
-    is the published setting of Quest (arXiv 2406.10774) as TinyServe (arXiv 2509.12211) uses it.
+    The defaults were chosen on one pretrained model, Gemma 3 270M; ``docs/quality.md`` has what was measured and where they fail.
+    :func:`tsattn.calibrate` chooses for another model. :meth:`paper` is the published setting of Quest (arXiv 2406.10774) as
+    TinyServe (arXiv 2509.12211) uses it.
 
     Examples
     --------

@@ -99,7 +99,8 @@ def run(
     if half < longest + continued:
         least = 2 * (longest + continued)
         raise ValueError(f"token_ids must hold at least {least} tokens for contexts of {longest}, got {len(tokens)}")
-    loaded = LoadedModel(model, tokenizer or _tokenizer_of(model), getattr(model, "name_or_path", "") or type(model).__name__)
+    name = Path(getattr(model, "name_or_path", "")).name or type(model).__name__
+    loaded = LoadedModel(model, tokenizer or _tokenizer_of(model), name)
     configs = list(candidates) if candidates is not None else default_candidates(full_attention_layers(model.config))
     specs = _specs(configs)
     measure = partial(measure_grid, model, path=None if out is None else out / "rows.jsonl", progress=progress)
