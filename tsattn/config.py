@@ -80,9 +80,9 @@ class SparseConfig:
 
     Notes
     -----
-    The defaults were chosen on one pretrained model, Gemma 3 270M; ``docs/quality.md`` has what was measured and where they fail.
-    :func:`tsattn.calibrate` chooses for another model. :meth:`paper` is the published setting of Quest (arXiv 2406.10774) as
-    TinyServe (arXiv 2509.12211) uses it.
+    The defaults were chosen on one pretrained model, Gemma 3 270M; ``docs/quality.md`` has what was measured and where they
+    fail. :func:`tsattn.calibrate` chooses for another model. :meth:`paper` is the published setting of Quest (arXiv 2406.10774)
+    as TinyServe (arXiv 2509.12211) uses it.
 
     Examples
     --------
