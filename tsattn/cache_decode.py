@@ -140,9 +140,11 @@ class DecodeMethods(ABC):
             raise ValueError(
                 "config.refine_pages needs a cache with coarse=True; PagedKVCache.from_config(config, ...) makes one"
             )
-        held = {"page_size": self.k_cache.shape[1], "kind": self.kind, "stats_dtype": stats.dtype}
+        held = {"page_size": self.k_cache.shape[1], "kind": self.kind}
         if self.kind == "means":
             held["parts"] = stats.shape[2]
+        if config.stats_dtype != _DEFAULT_STORAGE:  # what nobody wrote must not refuse a cache that was made without a config
+            held["stats_dtype"] = stats.dtype
         for name, here in held.items():
             asked = getattr(config, name)
             if asked != here and asked is not None:
@@ -150,6 +152,9 @@ class DecodeMethods(ABC):
                     f"config.{name} is {asked!r}, but this cache was made with {here!r}; a cache for a config is "
                     "PagedKVCache.from_config(config, ...)"
                 )
+
+
+_DEFAULT_STORAGE = SparseConfig().stats_dtype
 
 
 def _check_rows(q: Tensor, lengths: Tensor) -> None:

@@ -183,7 +183,7 @@ def filled_cache(config, lengths=(30, 59)):
 
 @pytest.mark.parametrize("options", [{}, {"top_p": 0.5}, {"top_p": 0.5, "min_seq_len": 31}])
 def test_a_cache_and_a_state_hand_budgets_on(options):
-    config = SparseConfig(page_size=SIZE, token_budget=6 * SIZE, recent_pages=1, **options)
+    config = SparseConfig(page_size=SIZE, token_budget=6 * SIZE, recent_pages=1, stats_dtype=None, **options)
     cache, seqs, q = filled_cache(config)
     pools = cache.k_cache, cache.v_cache, cache.page_stats, *cache.tables(seqs)
     budget = torch.tensor([8, 13], dtype=torch.int32)
@@ -199,7 +199,7 @@ def test_a_cache_and_a_state_hand_budgets_on(options):
 
 
 def test_a_reusing_step_takes_the_budgets_of_its_own_turn():
-    config = SparseConfig(page_size=SIZE, token_budget=10 * SIZE, recent_pages=1, reselect_every=5)
+    config = SparseConfig(page_size=SIZE, token_budget=10 * SIZE, recent_pages=1, reselect_every=5, stats_dtype=None)
     cache, seqs, q = filled_cache(config)
     pools = cache.k_cache, cache.v_cache, cache.page_stats, *cache.tables(seqs)
     state = SelectionState(config)
@@ -215,7 +215,7 @@ def test_a_reusing_step_takes_the_budgets_of_its_own_turn():
 @pytest.mark.parametrize("queries", [1, 3])
 @pytest.mark.parametrize("options", [{}, {"top_p": 0.4}])
 def test_the_drop_in_call_has_a_budget_per_sequence(queries, options):
-    config = SparseConfig(page_size=SIZE, token_budget=6 * SIZE, recent_pages=1, **options)
+    config = SparseConfig(page_size=SIZE, token_budget=6 * SIZE, recent_pages=1, stats_dtype=None, **options)
     cache, seqs, _ = filled_cache(config)
     table, lens = cache.tables(seqs)
     q = torch.randn(2, queries, 4, 16, generator=torch.Generator().manual_seed(1))

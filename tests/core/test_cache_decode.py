@@ -65,6 +65,16 @@ def test_another_configuration_is_refused(made, asked):
         cache.sparse_decode(seqs, q, config=CONFIGS[asked])
 
 
+def test_a_cache_made_without_a_configuration_serves_the_default_one():
+    cache = PagedKVCache(64, 16, 2, 16, dtype=torch.float32)
+    seqs = cache.allocate(1)
+    cache.append(seqs, *torch.randn(2, 1, 300, 2, 16, generator=torch.Generator().manual_seed(0)))
+    q = torch.randn(1, 4, 16, generator=torch.Generator().manual_seed(1))
+    plain = SparseConfig(token_budget=96, stats_dtype=None)
+    expected = cache.sparse_decode(seqs, q, config=plain)
+    assert_same_bits(cache.sparse_decode(seqs, q, config=SparseConfig(token_budget=96)), expected)
+
+
 def test_another_page_size_or_storage_of_statistics_is_refused():
     cache, seqs, q = filled(CONFIGS["default"])
     with pytest.raises(ValueError, match=r"config\.page_size is 16, but this cache was made with 8"):

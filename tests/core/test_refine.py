@@ -200,7 +200,7 @@ def assert_coarse_are_means(cache, seqs):
     assert_same_bits(cache.coarse_stats_scale, scale)
 
 
-CACHED = SparseConfig(page_size=SIZE, token_budget=24, recent_pages=1, refine_pages=8, kind="minmax")
+CACHED = SparseConfig(page_size=SIZE, token_budget=24, recent_pages=1, refine_pages=8, kind="minmax", stats_dtype=None)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
