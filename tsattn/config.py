@@ -223,8 +223,10 @@ class SparseConfig:
         unknown = sorted(set(fields) - set(cls.__dataclass_fields__))
         if unknown:
             raise ValueError(f"SparseConfig has no fields {unknown}; there are {sorted(cls.__dataclass_fields__)}")
-        dtype = fields.get("stats_dtype")
-        return cls(**{**fields, "stats_dtype": getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype})
+        given = dict(fields)
+        if isinstance(given.get("stats_dtype"), str):
+            given["stats_dtype"] = getattr(torch, given["stats_dtype"], given["stats_dtype"])
+        return cls(**given)
 
     def for_layer(self, layer: int) -> SparseConfig:
         """The configuration of one layer: with its budget, and without those of others."""

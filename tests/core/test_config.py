@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import json
 import pickle
 import re
 from pathlib import Path
@@ -137,6 +138,14 @@ def test_every_kind_says_how_many_vectors_it_stores():
         assert num_vectors(kind, SUMMARIES[kind].parts_choices[0]) in SUMMARIES[kind].parts_choices
     with pytest.raises(ValueError, match="kind must be one of"):
         num_vectors("median", 2)
+
+
+def test_a_dictionary_stands_for_its_configuration():
+    assert SparseConfig.from_dict({}) == SparseConfig()
+    for config in (SparseConfig(), SparseConfig.paper(), SparseConfig(layer_budgets={3: 64}, top_p=0.5, refine_pages=99)):
+        assert SparseConfig.from_dict(json.loads(json.dumps(config.as_dict()))) == config
+    with pytest.raises(ValueError, match=r"no fields \['budget'\]"):
+        SparseConfig.from_dict({"budget": 3})
 
 
 def test_every_option_is_on_the_options_page_with_its_default():

@@ -70,6 +70,16 @@ def test_none_that_holds_names_the_nearest_and_keeps_the_rows(loaded, tmp_path):
     assert (tmp_path / "report.md").exists()
 
 
+def test_a_failure_leaves_no_configuration_of_an_earlier_run(loaded, tmp_path):
+    model, tokens = loaded
+    options = {"candidates": CANDIDATES[1:2], "out": tmp_path, **SIZES}
+    tsattn.calibrate(model, tokens, max_kl=1e9, max_missed=99, **options)
+    assert (tmp_path / "config.json").exists()
+    with pytest.raises(ValueError, match="none of 1 candidates"):
+        tsattn.calibrate(model, tokens, max_kl=0.0, **options)
+    assert not (tmp_path / "config.json").exists()
+
+
 def test_default_candidates_are_different_and_dense_layers_come_where_there_are_many():
     plain = inner.default_candidates([5, 11, 17])
     assert len(set(plain)) == len(plain) == len({spec.label for spec in inner._specs(plain)})

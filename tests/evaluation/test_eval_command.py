@@ -72,6 +72,27 @@ def test_more_policies_need_no_second_measurement_of_the_others(command):
     assert len({grid.key_of(row["task"], row["policy"]) for row in rows}) == 30
 
 
+def test_a_label_with_other_options_is_measured_anew(command):
+    few = ["--contexts", "200", "--tasks", "text", "--continued", "8"]
+    shares = []
+    for options in ("budget=64", "budget=16", "budget=64"):
+        _, out = command(*few, "--policy", f"ours=tsattn:page_size=8,recent=1,{options}")
+        report = (out / "report.md").read_text()
+        shares.append(next(line for line in report.splitlines() if line.startswith("|ours|")))
+    assert shares[0] == shares[2] != shares[1]
+    assert len(grid.read_rows(out / "rows.jsonl")) == 3  # dense attention once
+
+
+def test_another_text_under_the_same_name_is_measured_anew(command, tmp_path):
+    text = tmp_path / "mine.txt"
+    reports = []
+    for words in ("One thing happens after another. \n\n", "Nothing at all happens here, ever. \n\n"):
+        text.write_text(words * 40)
+        _, out = command("--contexts", "200", "--tasks", "text", "--text-file", str(text), *POLICIES)
+        reports.append((out / "report.md").read_text())
+    assert reports[0] != reports[1]
+
+
 def test_a_question_that_the_prefill_saw(command):
     _, out = command("--contexts", "200", "--tasks", "facts", "--depths", "1", "--seen", *POLICIES)
     rows = grid.read_rows(out / "rows.jsonl")

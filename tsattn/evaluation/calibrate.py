@@ -196,6 +196,7 @@ def _worst(rows: Sequence[Row], spec: Spec) -> tuple[int, float]:
 def _save(out: Path, rows: list[Row], about: Row, chosen: Spec | None) -> None:
     """The configuration, the report and the frontier."""
     out.mkdir(parents=True, exist_ok=True)
+    (out / "config.json").unlink(missing_ok=True)  # that of an earlier run, which this one may not confirm
     if chosen is not None:
         (out / "config.json").write_text(json.dumps(chosen.config.as_dict(), indent=2) + "\n", encoding="utf-8")
         about = {**about, "chosen": chosen.label}

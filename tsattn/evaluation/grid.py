@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from tsattn.config import SparseConfig
 from tsattn.evaluation.reading import Prefiller
 from tsattn.evaluation.specs import Spec
 from tsattn.evaluation.tasks import Row, Task
@@ -39,9 +41,25 @@ def _end_last_line(path: Path) -> None:
             file.write("\n")
 
 
-def key_of(about: Row, label: str) -> str:
-    """What makes a measurement the same."""
-    return json.dumps([about, label], sort_keys=True)
+def key_of(about: Row, label: str, name: str = "", config: SparseConfig | None = None) -> str:
+    """What makes a measurement the same: the task, and the policy with all its options."""
+    return json.dumps([about, label, name, config and config.as_dict()], sort_keys=True)
+
+
+def _key(about: Row, spec: Spec | None) -> str:
+    return key_of(about, DENSE, DENSE) if spec is None else key_of(about, spec.label, spec.name, spec.config)
+
+
+def _key_of_row(row: Row) -> str:
+    config = row["config"] and SparseConfig.from_dict(row["config"])
+    return key_of(row["task"], row["policy"], row["name"], config)
+
+
+def _digest(model: Any, task: Task) -> str:
+    """Of the tokens and of some weights: a file's or a folder's name doesn't say what is in it."""
+    weights = model.get_input_embeddings().weight[:16].detach().float().cpu().numpy().tobytes()
+    tokens = json.dumps([task.context, task.chunk, getattr(task, "answer", None)]).encode()
+    return hashlib.sha256(tokens + weights).hexdigest()[:16]
 
 
 def measure_grid(
@@ -79,13 +97,14 @@ def measure_grid(
     labels = [DENSE, *(spec.label for spec in specs)]
     if len(set(labels)) < len(labels):
         raise ValueError(f"policies need different labels, got {labels}")
-    known = {key_of(row["task"], row["policy"]): row for row in read_rows(path)} if path else {}
+    known = {_key_of_row(row): row for row in read_rows(path)} if path else {}
+    abouts = [task.about | {"dtype": str(model.dtype).removeprefix("torch."), "digest": _digest(model, task)} for task in tasks]
     if path:
         path.parent.mkdir(parents=True, exist_ok=True)
         _end_last_line(path)
     with tqdm(total=len(tasks) * len(labels), desc="Measuring", unit="row", disable=not progress) as bar:
-        for task in tasks:
-            wanted = [spec for spec in (None, *specs) if key_of(task.about, label_of(spec)) not in known]
+        for task, about in zip(tasks, abouts, strict=True):
+            wanted = [spec for spec in (None, *specs) if _key(about, spec) not in known]
             bar.update(len(labels) - len(wanted))
             if not wanted:
                 continue
@@ -93,16 +112,16 @@ def measure_grid(
                 metric = query_variance(model, torch.tensor(task.context[:METRIC_TOKENS]))
             measure = task.start(model, prefiller.read(task.context))
             for spec in wanted:
-                row: Row = {"task": task.about, "policy": DENSE, "name": DENSE, "config": None}
+                row: Row = {"task": about, "policy": DENSE, "name": DENSE, "config": None}
                 if spec is not None:
                     row |= {"policy": spec.label, "name": spec.name, "config": spec.config.as_dict()}
                 row |= measure(spec.policy(metric) if spec else None)
-                known[key_of(task.about, label_of(spec))] = row
+                known[_key(about, spec)] = row
                 if path:
                     with path.open("a", encoding="utf-8") as file:
                         file.write(json.dumps(row) + "\n")
                 bar.update()
-    return [known[key_of(task.about, label)] for task in tasks for label in labels]
+    return [known[_key(about, spec)] for about in abouts for spec in (None, *specs)]
 
 
 def label_of(spec: Spec | None) -> str:

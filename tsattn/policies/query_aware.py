@@ -80,7 +80,7 @@ class QueryAware:
 def statistics_bytes(step: Step, config: SparseConfig) -> float:
     """Read by all rows that are scored: those that can't keep all their pages, and with ``top_p`` all."""
     pages = -(-step.seq_lens // config.page_size)
-    if config.top_p is None:
+    if config.top_p is None or config.top_p == 1:
         pages = pages[(pages > config.pages_kept) & (step.seq_lens >= config.min_seq_len)]
     dim, heads_kv = step.keys.shape[2], step.keys.shape[0]
     beside = (config.stats_dtype == torch.int8) + (config.kind == "centroids")  # fp32 scale, fp32 weight
