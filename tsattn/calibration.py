@@ -67,6 +67,11 @@ def calibrate(
     ValueError
         If the text is too short, or no candidate stays within the tolerance; the message names the nearest one.
 
+    Warns
+    -----
+    UserWarning
+        If dense attention finds no pass key at all: then only KL decides.
+
     Notes
     -----
     A 270M model on two CPU cores takes minutes per context. Bytes are those of a 16-bit cache: keys, values and statistics of

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -106,6 +107,8 @@ def run(
     measure = partial(measure_grid, model, path=None if out is None else out / "rows.jsonl", progress=progress)
     tasks = partial(_tasks, loaded, contexts=contexts, pass_keys=pass_keys, continued=continued)
     rows = measure(tasks(tokens[:half], "first half", seed), specs)
+    if not report.answered(report.of_task(rows, report.RETRIEVAL)):
+        warnings.warn("dense attention finds none of the pass keys, so only KL decides", stacklevel=3)
     order = sorted(specs, key=lambda spec: _bytes(rows, spec))
     good = [spec for spec in order if tolerance.holds(_of(rows, spec))]
     held_out = tasks(tokens[half:], "second half", seed + 1)
