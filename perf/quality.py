@@ -25,7 +25,7 @@ from tsattn.demo.report import machine
 from tsattn.evaluation import grid, haystack, model, needles, report
 from tsattn.evaluation.specs import Spec, parse_spec
 from tsattn.evaluation.tasks import Task, TaskMaker
-from tsattn.policies.query_aware import ELEMENT
+from tsattn.policies.query_aware import layer_of
 
 SUMMARIES = {
     "mean": "parts=1,dtype=None",
@@ -166,8 +166,8 @@ def sweep(name: str, loaded: Any, paragraphs: list[str], out: Path, command: str
 def equal_bytes(context: int) -> list[Spec]:
     """The defaults; oracle and random with as many bytes; the paper's setting with the same budget, and with half of it."""
     config = SparseConfig()
-    vector = ELEMENT[config.stats_dtype] / 2 * config.vectors / (2 * config.page_size)  # in tokens of keys and values
-    tokens = config.token_budget + round(vector * context)
+    layer = layer_of(config, 4, 1, 256)
+    tokens = config.token_budget + round(sum(layer.statistics(layer.pages(context)).values()) / layer.token)
     return [
         spec("tsattn", ""),
         spec("paper", f"budget={config.token_budget}", "paper"),

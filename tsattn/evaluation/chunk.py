@@ -16,12 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from tsattn.evaluation.reading import snapshot
 from tsattn.integrations import hf
-from tsattn.integrations.hf_dense import dense_attention
+from tsattn.integrations.hf_attention import tsattn_attention
 from tsattn.integrations.hf_stats import pages_and_tokens, read_mask
 from tsattn.policies import Attended, Policy, Step
 
@@ -139,17 +138,10 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """What Transformers calls: query [1, HQ, T, D], key and value [1, HKV, L, D] -> [1, T, HQ, D]."""
+    if kwargs.get("sliding_window") is not None:
+        return tsattn_attention(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     softcap, sinks = float(kwargs.get("softcap") or 0.0), kwargs.get("s_aux")
-    if kwargs.get("sliding_window") is not None:
-        if softcap > 0.0 or sinks is not None:
-            causal = attention_mask is None
-            out = dense_attention(query, key, value, attention_mask, scale=scale, softcap=softcap, sinks=sinks, causal=causal)
-            return out, None
-        result: tuple[Tensor, None] = sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
-        )
-        return result
     policy, layers = _ACTIVE[-1]
     rows, length = query.shape[2], key.shape[2]
     seq_lens = torch.arange(length - rows + 1, length + 1, dtype=torch.int32, device=query.device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -11,13 +11,11 @@ from torch import Tensor
 
 from tsattn.attention import attend_pages, dense_decode
 from tsattn.config import SparseConfig
+from tsattn.cost import Layer
 from tsattn.decode import sparse_decode
 from tsattn.ops import rebuild_page_stats
 from tsattn.policies.base import Attended, Pages, Step
 from tsattn.selection import PageSelection
-
-ELEMENT = {None: 2.0, torch.int8: 1.0, torch.float32: 4.0, torch.float16: 2.0, torch.bfloat16: 2.0}
-"""Bytes of a statistic by ``stats_dtype``; None is the dtype of a 16-bit cache."""
 
 
 @dataclass(frozen=True)
@@ -82,14 +80,27 @@ def statistics_bytes(step: Step, config: SparseConfig) -> float:
     pages = -(-step.seq_lens // config.page_size)
     if config.top_p is None or config.top_p == 1:
         pages = pages[(pages > config.pages_kept) & (step.seq_lens >= config.min_seq_len)]
-    dim, heads_kv = step.keys.shape[2], step.keys.shape[0]
-    beside = (config.stats_dtype == torch.int8) + (config.kind == "centroids")  # fp32 scale, fp32 weight
-    summary = config.vectors * (dim * ELEMENT[config.stats_dtype] + 4 * beside)
+    layer = layer_of(config, step.q.shape[1], *step.keys.shape[::2])
+    of_page = sum(layer.statistics().values())
     if config.refine_pages is None:
-        return heads_kv * float(pages.sum()) * summary
-    lists = step.q.shape[1] if config.group_reduce == "none" else heads_kv
-    coarse = heads_kv * float(pages.sum()) * (dim + 4)  # one int8 mean and its scale
-    return coarse + lists * float(pages.clamp_max(config.refine_pages).sum()) * summary
+        return float(layer.heads_kv * pages.sum() * of_page)
+    of_coarse_page = sum(replace(layer, kind="means", vectors=1, stats_size=1).statistics().values())
+    refined = layer.lists * pages.clamp_max(config.refine_pages).sum() * of_page
+    return float(layer.heads_kv * pages.sum() * of_coarse_page + refined)
+
+
+def layer_of(config: SparseConfig, heads_q: int, heads_kv: int, head_dim: int) -> Layer:
+    """A layer with a 16-bit cache, for the cost model."""
+    return Layer(
+        heads_q,
+        heads_kv,
+        head_dim,
+        page_size=config.page_size,
+        vectors=config.vectors,
+        kind=config.kind,
+        stats_size=2 if config.stats_dtype is None else config.stats_dtype.itemsize,
+        per_query_head=config.group_reduce == "none",
+    )
 
 
 def _with_own_last_page(pages: Pages, seq_lens: Tensor, page_size: int) -> Pages:
