@@ -25,6 +25,7 @@ from tsattn.demo.report import machine
 from tsattn.evaluation import grid, haystack, model, needles, report
 from tsattn.evaluation.specs import Spec, parse_spec
 from tsattn.evaluation.tasks import Task, TaskMaker
+from tsattn.integrations.hf import query_variance
 from tsattn.policies.query_aware import layer_of
 
 SUMMARIES = {
@@ -45,6 +46,8 @@ BUDGETS = (128, 256, 512, 768, 1024, 2048)
 PAGE_SIZES = (4, 8, 16, 32, 64)
 RECENT = (1, 2, 4, 8, 16)
 HEAT_CONTEXTS = (2048, 4096, 8192)
+METRIC_TOKENS = 2048
+"""Of the first context, on which the metric of centroids is measured."""
 FEW = ("mean", "halves int8", "quarters int8", "box X=1")
 
 
@@ -159,7 +162,10 @@ def sweep(name: str, loaded: Any, paragraphs: list[str], out: Path, command: str
     """Measure one of the sweeps and write its report."""
     folder = out / name
     tasks = default_tasks(loaded, paragraphs) if name == "defaults" else usual_tasks(loaded, paragraphs)
-    rows = grid.measure_grid(loaded.model, tasks, POLICIES[name](), path=folder / "rows.jsonl")
+    specs, metric = POLICIES[name](), None
+    if any(one.config.kind == "centroids" for one in specs):
+        metric = query_variance(loaded.model, torch.tensor(tasks[0].context[:METRIC_TOKENS]))
+    rows = grid.measure_grid(loaded.model, tasks, specs, metric=metric, path=folder / "rows.jsonl")
     report.write(rows, folder, about_of(loaded, command))
 
 

@@ -213,7 +213,7 @@ class PagedKVCache(DecodeMethods):
         if self._is_written:
             raise ValueError("metric must be set before the first append: pages are clustered by it already")
         metric_of(self.kind, metric, *self.page_stats.shape[1::2])
-        self._metric = None if metric is None else metric.to(self.page_stats.device)
+        self._metric = None if metric is None else metric.to(self.page_stats.device, copy=True)
 
     def length(self, seq: int) -> int:
         """Tokens of a sequence."""

@@ -75,7 +75,7 @@ def calibrate(
     Notes
     -----
     A 270M model on two CPU cores takes minutes per context. Bytes are those of a 16-bit cache: keys, values and statistics of
-    the full-attention layers. Nothing is tuned per head.
+    the full-attention layers. Nothing is tuned per head; centroids are measured without a metric.
     """
     from tsattn.evaluation.calibrate import Tolerance, run
 

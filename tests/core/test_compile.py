@@ -41,6 +41,8 @@ def opcheck_arguments():
     lists = torch.zeros(2, 2, 3, dtype=torch.int32), torch.zeros(2, 2, dtype=torch.int32)
     out, lse = torch.zeros(2, 4, 16), torch.zeros(2, 4)
     scales = quantised.k_scale, quantised.v_scale
+    ranking, levels = ("means", 1.0, "max", None, 1, 1), (None, None, None)
+    step = *ranking, *levels, 0.25, 0.0, None, None, None, "auto", None, None, "torch"
     return {
         "append_kv": [
             (k, v, case.k_cache, case.v_cache, case.page_stats, None, None, slots, "means", None, None, None, "torch"),
@@ -99,67 +101,11 @@ def opcheck_arguments():
             (*arguments(quantised), *SELECTION, out, lse, 0.25, 2.0, torch.zeros(4), 20, *scales, None, "torch"),
         ],
         "sparse_decode": [
-            (
-                *(
-                    case.q,
-                    case.k_cache,
-                    case.v_cache,
-                    case.page_stats,
-                    None,
-                    None,
-                    case.page_table,
-                    case.seq_lens,
-                    None,
-                    *lists,
-                ),
-                *(
-                    out,
-                    lse,
-                    "means",
-                    1.0,
-                    "max",
-                    None,
-                    1,
-                    1,
-                    None,
-                    None,
-                    None,
-                    0.25,
-                    0.0,
-                    None,
-                    None,
-                    None,
-                    "auto",
-                    None,
-                    None,
-                    "torch",
-                ),
-            ),
-            (
-                *(case.q, coded.k_cache, coded.v_cache, *stored, coded.page_table, case.seq_lens, None, *lists),
-                *(
-                    out,
-                    lse,
-                    "means",
-                    1.0,
-                    "max",
-                    None,
-                    1,
-                    1,
-                    None,
-                    None,
-                    None,
-                    0.25,
-                    0.0,
-                    None,
-                    None,
-                    None,
-                    "auto",
-                    None,
-                    None,
-                    "torch",
-                ),
-            ),
+            (case.q, *pools, *paged, None, *lists, out, lse, *step)
+            for pools, paged in (
+                ((case.k_cache, case.v_cache, case.page_stats, None, None), (case.page_table, case.seq_lens)),
+                ((coded.k_cache, coded.v_cache, *stored), (coded.page_table, case.seq_lens)),
+            )
         ],
         "merge_states": [(case.q, lse, case.q, lse, out, lse.clone(), "torch")],
     }

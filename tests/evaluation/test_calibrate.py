@@ -95,6 +95,10 @@ def test_default_candidates_are_different_and_dense_layers_come_where_there_are_
         (torch.zeros(2, 400, dtype=torch.long), {}, r"token_ids must be integers \[L\] or \[1, L\]"),
         (torch.zeros(400), {}, "token_ids must be integers"),
         ([1] * 400, {"candidates": []}, "candidates: there are none"),
+        ([1] * 400, {"contexts": ()}, "contexts must be"),
+        ([1] * 400, {"contexts": 160}, "contexts must be"),
+        ([1] * 400, {"continued": 1}, "continued must be at least 2"),
+        ([1] * 400, {"candidates": [SparseConfig(reselect_every=2)]}, "reselect_every"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(loaded, tokens, options, message):
@@ -102,8 +106,16 @@ def test_what_cannot_be_meant_is_refused(loaded, tokens, options, message):
         tsattn.calibrate(loaded[0], tokens, **SIZES | options)
 
 
+def test_a_candidate_and_a_model_in_training_are_refused(loaded):
+    with pytest.raises(TypeError, match="config must be a SparseConfig"):
+        tsattn.calibrate(loaded[0], [1] * 400, candidates=[{}], **SIZES)
+    model = type(loaded[0])(loaded[0].config).train()
+    with pytest.raises(ValueError, match="training mode"):
+        tsattn.calibrate(model, [1] * 400, **SIZES)
+
+
 def test_a_tokenizer_is_needed(loaded):
-    model = type(loaded[0])(loaded[0].config)
+    model = type(loaded[0])(loaded[0].config).eval()
     model.name_or_path = "/does/not/exist"
     with pytest.raises(ValueError, match="tokenizer: none can be loaded from '/does/not/exist'"):
         tsattn.calibrate(model, loaded[1], **SIZES)

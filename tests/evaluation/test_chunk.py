@@ -126,6 +126,8 @@ def test_bytes_are_counted():
     refined = SparseConfig(page_size=4, token_budget=32, recent_pages=2, parts=2, refine_pages=20, stats_dtype=None)
     layer = score_chunk(model, prefilled, tokens[:2], QueryAware(refined)).layers[0]
     assert layer.statistics_bytes == 38 * heads * (dim + 4) + 20 * heads * 2 * dim * element
+    unlimited = SparseConfig(page_size=4, token_budget=256, stats_dtype=None, top_p=1)
+    assert score_chunk(model, prefilled, tokens[:2], QueryAware(unlimited)).layers[0].statistics_bytes == 0
     int8 = SparseConfig(page_size=4, token_budget=32, recent_pages=2, parts=2, stats_dtype=torch.int8)
     layer = score_chunk(model, prefilled, tokens[:2], QueryAware(int8)).layers[0]
     assert layer.statistics_bytes == 38 * heads * 2 * (dim + 4)

@@ -1,11 +1,11 @@
 """What a user gets without options: right where dense attention is right, on the real model, for a twelfth of the bytes."""
 
-import importlib.util
 from functools import partial
 
 import pytest
 import torch
 
+from tests.evaluation.real import needs_the_real_model
 from tsattn import SparseConfig
 from tsattn.evaluation import grid, haystack, model, needles
 from tsattn.evaluation.report import answered
@@ -14,8 +14,6 @@ from tsattn.evaluation.tasks import TaskMaker
 from tsattn.policies import Step
 from tsattn.policies.query_aware import statistics_bytes
 
-REAL = [model.PACKAGE, haystack.ESSAYS, "gguf", "accelerate"]
-missing = [name for name in REAL if importlib.util.find_spec(name) is None]
 CONTEXT, SEED = 4096, 70
 
 
@@ -30,7 +28,7 @@ def test_at_16k_the_defaults_read_a_twelfth_of_the_bytes(dim):
 
 
 @pytest.mark.model
-@pytest.mark.skipif(bool(missing), reason=f"the real model needs {', '.join(missing)}; install tsattn[demo]")
+@needs_the_real_model
 def test_the_defaults_find_every_pass_key_that_dense_attention_finds():
     loaded = model.load(None, cache=model.default_cache(), dtype=torch.float32, device=torch.device("cpu"))
     text = partial(haystack.running_text, loaded.encode, haystack.read_paragraphs(haystack.essay_folder()), 11)

@@ -119,6 +119,11 @@ def test_a_fact_and_a_text_of_ones_own(command, tmp_path):
         (["--policy", "tsattn:dtype=int3"], "stats_dtype must be None"),
         (["--policy", "tsattn", "--policy", "tsattn"], "labels must differ"),
         (["--policy", "tsattn:reselect_every=4"], "reselect_every"),
+        (["--policy", "tsattn:dense_layers=0+x"], "dense_layers must be numbers joined by '+', got '0+x'"),
+        (["--policy", "random:top_p=0.5"], "top_p is an option of the query-aware policy"),
+        (["--policy", "oracle-max:layer_budgets=1/8"], "layer_budgets is an option of the query-aware policy"),
+        (["--contexts", "200", "--policy", "tsattn:dense_layers=0+77"], "dense_layers names [0, 77], but the full-attention"),
+        (["--fact", "", "--question", "x"], "belong together"),
         (["--fact", "x"], "--fact, --question and --answer belong together"),
         (["--continued", "1"], "--continued: at least 2"),
         (["--contexts", "5000"], "the model reads at most"),
@@ -141,7 +146,26 @@ def test_specs():
     assert spec.label == "quarters"
     config = parse_spec("tsattn:layer_budgets=0/512+7/64,top_p=0.5,refine_pages=99").config
     assert config == SparseConfig(layer_budgets={0: 512, 7: 64}, top_p=0.5, refine_pages=99)
+    assert parse_spec("tsattn:shared_layers=2+3/4+5").config == SparseConfig(shared_layers=((2, 3), (4, 5)))
     assert spec.config == SparseConfig(parts=4, stats_dtype=torch.int8, dense_layers=(0, 3))
+
+
+@pytest.mark.parametrize("content", ["null\n", '{"a": 1}\n', b"\xff\xfe"])
+def test_a_file_with_something_else_is_named_and_kept(content, command, capsys, tmp_path):
+    path = tmp_path / "out" / "rows.jsonl"
+    path.parent.mkdir()
+    content = content if isinstance(content, bytes) else content.encode()
+    path.write_bytes(content)
+    status, _ = command("--contexts", "200", "--tasks", "text", *POLICIES)
+    assert status == 2
+    assert str(path) in capsys.readouterr().err
+    assert path.read_bytes() == content
+
+
+def test_a_label_with_a_bar_stays_one_cell(command):
+    _, out = command("--contexts", "200", "--tasks", "text", "--continued", "8", "--policy", "a|b=tsattn:page_size=8,budget=64")
+    lines = [line for line in (out / "report.md").read_text().splitlines() if line.startswith("|")]
+    assert len({line.replace("\\|", "").count("|") for line in lines}) == 1
 
 
 def test_the_frontier_is_what_no_other_beats():

@@ -1,6 +1,5 @@
 """Fetching the model: converted once, whole or not at all; and the pass key on the real one."""
 
-import importlib.util
 import json
 import sys
 from types import SimpleNamespace
@@ -8,11 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.evaluation.real import needs_the_real_model
 from tests.evaluation.tiny import save_tiny_model
-from tsattn.evaluation import haystack, model
-
-REAL = [model.PACKAGE, haystack.ESSAYS, "gguf", "accelerate"]
-missing = [name for name in REAL if importlib.util.find_spec(name) is None]
+from tsattn.evaluation import model
 
 
 @pytest.fixture
@@ -101,7 +98,7 @@ def test_where_the_converted_model_goes(monkeypatch, tmp_path):
 
 
 @pytest.mark.model
-@pytest.mark.skipif(bool(missing), reason=f"the real model needs {', '.join(missing)}; install tsattn[demo]")
+@needs_the_real_model
 def test_the_real_model_finds_the_pass_key_in_few_pages(tmp_path):
     from tsattn.__main__ import main
 

@@ -9,6 +9,7 @@ from tests.evaluation.conftest import PARAGRAPHS
 from tests.evaluation.test_haystack import BOS, decode, encode
 from tsattn.evaluation.haystack import running_text
 from tsattn.evaluation.needles import HARD, KINDS, Facts, depths, hide, pass_key
+from tsattn.evaluation.tasks import TaskMaker
 
 TEXT = partial(running_text, encode, PARAGRAPHS, 3)
 
@@ -45,6 +46,25 @@ def test_answers_are_in_the_asked_fact_only():
 def test_a_seed_decides_key_and_text():
     assert pass_key("several", 4) == pass_key("several", 4)
     assert len({pass_key("short", seed).answer for seed in range(9)}) == 9
+
+
+class Joined:
+    """One token per character, but a space goes with the letter behind it."""
+
+    class tokenizer:
+        bos_token_id = None
+
+    @staticmethod
+    def encode(text):
+        return [ord(c) for c in text.replace(" k", "K").replace(" 1", "I")]
+
+
+def test_an_answer_is_tokenised_behind_its_question():
+    maker = TaskMaker(Joined, lambda number: [1] * number, {"context": 300, "seed": 0})
+    task = maker.retrieval(Facts("The key is 12.", [], " The key is", "12"), "own", 0.5)
+    assert task.chunk + task.answer[-1:] == Joined.encode(" The key is 12")
+    with pytest.raises(ValueError, match="merges the question"):
+        maker.retrieval(Facts("The key is key.", [], " The key is ", "key"), "own", 0.5)
 
 
 def test_depths_are_the_middles_of_equal_parts():

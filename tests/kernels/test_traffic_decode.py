@@ -19,6 +19,7 @@ from .traffic_world import (
     INT8,
     assert_moved,
     assert_times,
+    decode,
     inputs,
     layer_of,
     search_rounds,
@@ -45,28 +46,6 @@ RESULTS = ("out", "lse", "page_ids", "page_counts")
 WHOLE_ROWS = ("softmax", "mix")
 STEPS = [(c, p) for c in CASES for p in EVERY_PLAN if p == "separate" or c[1].get("group_reduce") not in WHOLE_ROWS]
 FUSED = [plan for plan in EVERY_PLAN if plan != "separate"]
-
-
-def decode(case, config, **options):
-    """(traffic, result) of one step, the results under their names."""
-    with Traffic(**inputs(case), sinks=options.get("sinks")) as t:
-        result = tsattn.sparse_decode(
-            case.q,
-            case.k_cache,
-            case.v_cache,
-            case.page_stats,
-            case.page_table,
-            case.seq_lens,
-            config=config,
-            k_scale=case.k_scale,
-            v_scale=case.v_scale,
-            return_lse=True,
-            return_selection=True,
-            impl="triton",
-            **options,
-        )
-    t.claim(out=result.out, lse=result.lse, page_ids=result.selection.page_ids, page_counts=result.selection.page_counts)
-    return t, result
 
 
 def chosen_pages(selection):

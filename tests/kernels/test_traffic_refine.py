@@ -14,6 +14,7 @@ from .traffic_world import (
     INT8,
     assert_moved,
     assert_times,
+    decode,
     inputs,
     layer_of,
     table_of_pages,
@@ -49,29 +50,6 @@ def coarse_of(case):
     return {"coarse_stats": stats, "coarse_stats_scale": scale}
 
 
-def decode(case, config, coarse, budget=None):
-    """(traffic, result) of one step, the results under their names."""
-    with Traffic(**inputs(case), **coarse, budget=budget) as t:
-        result = tsattn.sparse_decode(
-            case.q,
-            case.k_cache,
-            case.v_cache,
-            case.page_stats,
-            case.page_table,
-            case.seq_lens,
-            config=config,
-            budget=budget,
-            k_scale=case.k_scale,
-            v_scale=case.v_scale,
-            return_lse=True,
-            return_selection=True,
-            impl="triton",
-            **coarse,
-        )
-    t.claim(out=result.out, lse=result.lse, page_ids=result.selection.page_ids, page_counts=result.selection.page_counts)
-    return t, result
-
-
 def config_for(case, options, **more):
     sizes = {"token_budget": 96, "page_size": case.page_size, "kind": case.kind, "parts": max(case.page_stats.shape[2], 1)}
     return tsattn.SparseConfig(**{**sizes, **options, **more})
@@ -104,7 +82,7 @@ def test_a_step_reads_the_statistics_of_candidates_only(shape, options, budgets)
     refines = config.refine_pages is not None
     coarse = coarse_of(case) if refines else {}
     budget = None if budgets is None else torch.tensor(budgets, dtype=torch.int32)
-    t, result = decode(case, config, coarse, budget)
+    t, result = decode(case, config, **coarse, budget=budget)
     lists, layer = lists_of(*result.selection), layer_of(case, config.group_reduce == "none")
     if refines:
         # [num_pages, 1, HKV, 1] times that a list has a page as a candidate: each such statistic is read as often, no other is.

@@ -3,13 +3,18 @@
 import numpy as np
 import torch
 
+import tsattn
 from tsattn.cost import Cost, Layer
 from tsattn.cost_kernels import Tiles
 from tsattn.testing import make_case
-from tsattn.testing.traffic import Count
+from tsattn.testing.traffic import Count, Traffic
 from tsattn.tuning import space
 
 BF16, FP16, FP32, INT8, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.int8, torch.float8_e4m3fn
+
+
+NAMED = ("sinks", "budget", "coarse_stats", "coarse_stats_scale")
+"""Tensors among the options of a step."""
 
 
 def gapped(tensor, before=3, after=5):
@@ -132,3 +137,26 @@ def search_rounds(scores, need):
             threshold, reached = threshold | (1 << bit), count
         bit -= 1
     return 31 - bit
+
+
+def decode(case, config, **options):
+    """(traffic, result) of one step, the results under their names."""
+    named = {name: options.get(name) for name in NAMED}
+    with Traffic(**inputs(case), **named) as t:
+        result = tsattn.sparse_decode(
+            case.q,
+            case.k_cache,
+            case.v_cache,
+            case.page_stats,
+            case.page_table,
+            case.seq_lens,
+            config=config,
+            k_scale=case.k_scale,
+            v_scale=case.v_scale,
+            return_lse=True,
+            return_selection=True,
+            impl="triton",
+            **options,
+        )
+    t.claim(out=result.out, lse=result.lse, page_ids=result.selection.page_ids, page_counts=result.selection.page_counts)
+    return t, result

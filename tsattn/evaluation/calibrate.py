@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tsattn.config import SparseConfig
+from tsattn.config import SparseConfig, check_config
 from tsattn.evaluation import needles, report
 from tsattn.evaluation.grid import DENSE, measure_grid
 from tsattn.evaluation.model import LoadedModel
@@ -95,6 +95,12 @@ def run(
     progress: bool,
 ) -> SparseConfig:
     """See :func:`tsattn.calibrate`."""
+    if isinstance(contexts, int) or not contexts or min(contexts) < 2:
+        raise ValueError(f"contexts must be numbers of tokens, at least 2, got {contexts!r}")
+    if continued < 2 or pass_keys < 1:
+        raise ValueError(f"continued must be at least 2 and pass_keys at least 1, got {continued} and {pass_keys}")
+    if model.training:
+        raise ValueError("model is in training mode: call `model.eval()`")
     tokens = _tokens(token_ids)
     half, longest = len(tokens) // 2, max(contexts)
     if half < longest + continued:
@@ -104,6 +110,8 @@ def run(
     loaded = LoadedModel(model, tokenizer or _tokenizer_of(model), name)
     configs = list(candidates) if candidates is not None else default_candidates(full_attention_layers(model.config))
     specs = _specs(configs)
+    for spec in specs:
+        spec.policy()  # refuses what it can't do
     measure = partial(measure_grid, model, path=None if out is None else out / "rows.jsonl", progress=progress)
     tasks = partial(_tasks, loaded, contexts=contexts, pass_keys=pass_keys, continued=continued)
     rows = measure(tasks(tokens[:half], "first half", seed), specs)
@@ -159,6 +167,8 @@ def _tokenizer_of(model: Any) -> Any:
 def _specs(configs: Sequence[SparseConfig]) -> list[Spec]:
     """With labels that differ."""
     specs: list[Spec] = []
+    for config in configs:
+        check_config(config)
     for config in dict.fromkeys(configs):
         label = label_of(config)
         taken = sum(spec.label == label or spec.label.startswith(f"{label} #") for spec in specs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from functools import partial
 from pathlib import Path
@@ -72,7 +73,7 @@ def _check(args: argparse.Namespace, specs: list[Spec]) -> None:
     for spec in specs:
         spec.policy()  # refuses what it can't do
     own = [args.fact, args.question, args.answer]
-    if any(own) and not all(own):
+    if any(text is not None for text in own) and not all(own):
         raise ValueError("--fact, --question and --answer belong together")
     if args.continued < 2:
         raise ValueError("--continued: at least 2 tokens")
@@ -101,7 +102,7 @@ def _measure(args: argparse.Namespace, specs: list[Spec]) -> None:
     about = {
         "model": f"{loaded.name}, {str(dtype).removeprefix('torch.')} on {device.type}",
         "torch": torch.__version__,
-        "command": "python -m tsattn " + " ".join(sys.argv[1:]),
+        "command": "python -m tsattn " + shlex.join(sys.argv[1:]),
     }
     written = report.write(rows, args.out, about)
     print(report.markdown(rows, about))

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from tqdm import tqdm
 
@@ -16,22 +15,38 @@ from tsattn.config import SparseConfig
 from tsattn.evaluation.reading import Prefiller
 from tsattn.evaluation.specs import Spec
 from tsattn.evaluation.tasks import Row, Task
-from tsattn.integrations.hf import query_variance
+from tsattn.integrations.hf import check_layers, full_attention_layers
 
 DENSE = "dense"
-METRIC_TOKENS = 2048
-"""Of the first context, on which the metric of centroids is measured."""
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Rows of a result file; none if there is no file. A last line that was cut off is left out."""
+    """Rows of a result file; none if there is no file. A last line that was cut off is left out.
+
+    Raises
+    ------
+    ValueError
+        If the file holds something else.
+    """
     rows = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+    for line in _lines(path):
         try:
-            rows.append(json.loads(line))
+            row = json.loads(line)
         except json.JSONDecodeError:
             continue
+        if not isinstance(row, dict) or not {"task", "policy", "name", "config"} <= set(row):
+            raise ValueError(f"{path} holds lines that are no rows of a grid: move it away, or write elsewhere")
+        rows.append(row)
     return rows
+
+
+def _lines(path: Path) -> list[str]:
+    if not path.exists():
+        return []
+    try:
+        return path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} can't be read as the rows of a grid: {error}") from error
 
 
 def _end_last_line(path: Path) -> None:
@@ -68,6 +83,7 @@ def measure_grid(
     specs: Iterable[Spec],
     *,
     path: Path | None = None,
+    metric: Mapping[int, Tensor] | None = None,
     prefill_chunk: int = 1024,
     progress: bool = True,
 ) -> list[Row]:
@@ -81,6 +97,8 @@ def measure_grid(
         With labels of their own.
     path : Path, optional
         JSON lines to go on with: each row is written as it is measured, and rows that are there are kept.
+    metric : mapping of int to Tensor, optional
+        Of centroids, by layer (:func:`tsattn.integrations.hf.query_variance`); none counts all channels alike.
     prefill_chunk : int
         Tokens per forward pass of the prefill.
     progress : bool
@@ -92,7 +110,9 @@ def measure_grid(
         ``{"task": about, "policy": label, "name": policy, "config": fields, ...measured}``, the rows asked for, in order.
     """
     specs = list(specs)
-    metric: dict[int, Tensor] | None = None
+    paged, layers = full_attention_layers(model.config), model.config.get_text_config(decoder=True).num_hidden_layers
+    for one in specs:
+        check_layers(one.config, None, paged, layers)
     prefiller = Prefiller(model, prefill_chunk, progress=progress)
     labels = [DENSE, *(spec.label for spec in specs)]
     if len(set(labels)) < len(labels):
@@ -108,8 +128,6 @@ def measure_grid(
             bar.update(len(labels) - len(wanted))
             if not wanted:
                 continue
-            if metric is None and any(spec and spec.config.kind == "centroids" for spec in wanted):
-                metric = query_variance(model, torch.tensor(task.context[:METRIC_TOKENS]))
             measure = task.start(model, prefiller.read(task.context))
             for spec in wanted:
                 row: Row = {"task": about, "policy": DENSE, "name": DENSE, "config": None}
@@ -122,8 +140,3 @@ def measure_grid(
                         file.write(json.dumps(row) + "\n")
                 bar.update()
     return [known[_key(about, spec)] for about in abouts for spec in (None, *specs)]
-
-
-def label_of(spec: Spec | None) -> str:
-    """What a policy is called in the rows; None is dense attention."""
-    return DENSE if spec is None else spec.label

@@ -41,7 +41,9 @@ def _cell(value: float | None, form: str) -> str:
 
 
 def _table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    aligned = ["|".join(["", *cells, ""]) for cells in ([*head], ["---", *["---:"] * (len(head) - 1)], *lines)]
+    rules = ["---", *["---:"] * (len(head) - 1)]
+    escaped = ([cell.replace("|", "\\|") for cell in cells] for cells in ([*head], rules, *lines))
+    aligned = ["|".join(["", *cells, ""]) for cells in escaped]
     return "\n".join(aligned)
 
 
@@ -182,6 +184,8 @@ def _short(tokens: int) -> str:
 
 def write(rows: Sequence[Row], folder: Path, about: Row, *, mark: Sequence[str] = ()) -> list[Path]:
     """Write report.md and the pictures; returns what was written."""
+    for name in ("facts.png", "frontier.png"):
+        (folder / name).unlink(missing_ok=True)  # those of other rows
     written = [folder / "report.md"]
     written[0].write_text(markdown(rows, about), encoding="utf-8")
     if of_task(rows, RETRIEVAL):

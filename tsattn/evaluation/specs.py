@@ -38,7 +38,7 @@ def parse_spec(text: str) -> Spec:
 
     Fields are those of :class:`tsattn.SparseConfig`; ``budget``, ``reduce``, ``dtype`` and ``recent`` are short for
     token_budget, group_reduce, stats_dtype and recent_pages. Layers are joined by "+":
-    ``dense_layers=0+1``, ``layer_budgets=0/512+7/64``.
+    ``dense_layers=0+1``, ``shared_layers=2+3/4+5``, ``layer_budgets=0/512+7/64``.
 
     Raises
     ------
@@ -64,11 +64,20 @@ def _value(key: str, text: str) -> Any:
     if key == "stats_dtype":
         return None if text == "None" else getattr(torch, text, text)
     if key == "dense_layers":
-        return tuple(int(part) for part in text.split("+"))
+        return _numbers(key, text, "+")
     if key == "layer_budgets":
-        return tuple(tuple(map(int, part.split("/"))) for part in text.split("+"))
+        return tuple(_numbers(key, part, "/") for part in text.split("+"))
+    if key == "shared_layers":
+        return tuple(_numbers(key, part, "+") for part in text.split("/"))
     default = 0 if key == "refine_pages" else 0.0 if key == "top_p" else _FIELDS[key]
     try:
         return type(default)(text) if isinstance(default, int | float) and not isinstance(default, bool) else text
     except ValueError as error:
         raise ValueError(f"{key} must be a number, got {text!r}") from error
+
+
+def _numbers(key: str, text: str, separator: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(separator))
+    except ValueError as error:
+        raise ValueError(f"{key} must be numbers joined by {separator!r}, got {text!r}") from error

@@ -129,7 +129,13 @@ class TaskMaker:
         place = {"context": self.about["context"], "depth": depth, "seed": self.about["seed"]}
         prompt = hide(self.loaded.encode, self.text, facts, bos=self.loaded.tokenizer.bos_token_id, **place)
         about = {"task": "retrieval", "kind": kind, "depth": depth, "seen": seen, "answer": facts.answer, **self.about}
-        return Retrieval(prompt, self.loaded.encode(f" {facts.answer}"), seen, about)
+        whole = self.loaded.encode(f"{facts.question} {facts.answer}")
+        answer = whole[len(prompt.question) :]
+        if whole[: len(prompt.question)] != prompt.question or not answer:
+            raise ValueError(
+                f"this tokenizer merges the question {facts.question!r} with its answer: end the question elsewhere"
+            )
+        return Retrieval(prompt, answer, seen, about)
 
 
 def readings(chunk: ChunkResult) -> Row:

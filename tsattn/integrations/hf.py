@@ -40,7 +40,7 @@ from transformers.masking_utils import sdpa_mask
 
 from tsattn.config import SparseConfig
 from tsattn.integrations.hf_attention import tsattn_attention
-from tsattn.integrations.hf_build import build_cache, full_attention_layers
+from tsattn.integrations.hf_build import build_cache, check_layers, full_attention_layers
 from tsattn.integrations.hf_cache import SparseCache
 from tsattn.integrations.hf_settings import attention_of
 from tsattn.integrations.hf_stats import DecodeTrace, Recorder
@@ -56,6 +56,7 @@ __all__ = [
     "SparseCache",
     "attention_of",
     "cache_argument",
+    "check_layers",
     "full_attention_layers",
     "make_cache",
     "query_variance",

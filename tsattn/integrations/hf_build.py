@@ -35,15 +35,7 @@ def build_cache(
         raise ValueError(
             f"this model has no full-attention layer to page (its cache layers are {kinds}): there is nothing for tsattn to do"
         )
-    shared = [layer for group in sparse_config.shared_layers for layer in group]
-    named = {"dense_layers": sparse_config.dense_layers, "shared_layers": shared, "metric": metric or ()}
-    for name, layers in (named | {"layer_budgets": dict(sparse_config.layer_budgets)}).items():
-        unknown = sorted(set(layers) - set(paged))
-        if unknown:
-            raise ValueError(
-                f"{name} names {unknown}, but the full-attention layers of this model are {paged} (of {len(cache.layers)}); "
-                "the others never read pages"
-            )
+    check_layers(sparse_config, metric, paged, len(cache.layers))
     for first, *others in sparse_config.shared_layers:
         for index in others:
             cache.layers[index].leader = cache.layers[first]
@@ -51,6 +43,19 @@ def build_cache(
     if from_cache is not None:
         _adopt(cache, from_cache, attention_mask)
     return cache
+
+
+def check_layers(sparse_config: SparseConfig, metric: Mapping[int, Tensor] | None, paged: list[int], of: int) -> None:
+    """Refuse options for layers that aren't among the full-attention ones, ``paged``, of a model with ``of`` layers."""
+    shared = [layer for group in sparse_config.shared_layers for layer in group]
+    named = {"dense_layers": sparse_config.dense_layers, "shared_layers": shared, "metric": metric or ()}
+    for name, layers in (named | {"layer_budgets": dict(sparse_config.layer_budgets)}).items():
+        unknown = sorted(set(layers) - set(paged))
+        if unknown:
+            raise ValueError(
+                f"{name} names {unknown}, but the full-attention layers of this model are {paged} (of {of}); "
+                "the others never read pages"
+            )
 
 
 def full_attention_layers(model_config: Any) -> list[int]:

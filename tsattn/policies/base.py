@@ -89,6 +89,10 @@ class Attended:
     statistics_bytes: float
 
 
+UNSERVED = ("min_seq_len", "dense_layers", "layer_budgets", "shared_layers", "reselect_every", "top_p", "refine_pages")
+"""Options of a configuration that a policy with scores of its own has no use for."""
+
+
 class Policy(Protocol):
     """Which pages each query of a step reads."""
 
@@ -122,6 +126,14 @@ class ScoredPages:
 
     config: SparseConfig
     scores: Callable[[Step, SparseConfig], Tensor]
+
+    def __post_init__(self) -> None:
+        default = SparseConfig()
+        for name in UNSERVED:
+            if getattr(self.config, name) != getattr(default, name):
+                raise ValueError(
+                    f"{name} is an option of the query-aware policy; this one has pages, a budget and forced pages"
+                )
 
     def begin(self) -> None:
         """Nothing is remembered."""
