@@ -10,6 +10,7 @@ there aren't measured again, so an interrupted sweep goes on. Texts are the essa
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable
 from functools import partial
 from itertools import product
@@ -23,6 +24,7 @@ from perf import timing
 from tsattn.config import SparseConfig
 from tsattn.demo.report import machine
 from tsattn.evaluation import grid, haystack, model, needles, report
+from tsattn.evaluation.calibrate import label_of
 from tsattn.evaluation.specs import Spec, parse_spec
 from tsattn.evaluation.tasks import Task, TaskMaker
 from tsattn.integrations.hf import query_variance
@@ -213,7 +215,9 @@ def figures(out: Path) -> None:
     pictures = timing.ROOT / "docs" / "figures"
     report.heat_map(grid.read_rows(out / "heat_map" / "rows.jsonl"), pictures / "quality_heat_map.png")
     report.frontier(grid.read_rows(out / "budgets" / "rows.jsonl"), pictures / "quality_budgets.png")
-    report.frontier(grid.read_rows(out / "levels" / "rows.jsonl"), pictures / "quality_levels.png")
+    rows = [row for row in grid.read_rows(out / "calibration" / "rows.jsonl") if row["task"]["text"] == "first half"]
+    config = SparseConfig.from_dict(json.loads((out / "calibration" / "config.json").read_text()))
+    report.frontier(rows, pictures / "quality_calibration.png", mark=[label_of(config)])
 
 
 OTHERS = {"heat_map": heat_map, "calibration": calibration}
