@@ -49,14 +49,14 @@ def test_a_seed_decides_key_and_text():
 
 
 class Joined:
-    """One token per character, but a space goes with the letter behind it."""
+    """One token per character, but a space goes with the digit behind it, and "is a" is one token."""
 
     class tokenizer:
         bos_token_id = None
 
     @staticmethod
     def encode(text):
-        return [ord(c) for c in text.replace(" k", "K").replace(" 1", "I")]
+        return [ord(c) for c in text.replace(" 1", "I").replace("is a", "A")]
 
 
 def test_an_answer_is_tokenised_behind_its_question():
@@ -64,7 +64,7 @@ def test_an_answer_is_tokenised_behind_its_question():
     task = maker.retrieval(Facts("The key is 12.", [], " The key is", "12"), "own", 0.5)
     assert task.chunk + task.answer[-1:] == Joined.encode(" The key is 12")
     with pytest.raises(ValueError, match="merges the question"):
-        maker.retrieval(Facts("The key is key.", [], " The key is ", "key"), "own", 0.5)
+        maker.retrieval(Facts("The key is apple.", [], " The key is", "apple"), "own", 0.5)
 
 
 def test_depths_are_the_middles_of_equal_parts():
