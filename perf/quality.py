@@ -47,7 +47,11 @@ REDUCTIONS = ("max", "mix", "softmax", "none")
 BUDGETS = (128, 256, 512, 768, 1024, 2048)
 PAGE_SIZES = (4, 8, 16, 32, 64)
 RECENT = (1, 2, 4, 8, 16)
-HEAT_CONTEXTS = (2048, 4096, 8192)
+MASSES = (0.7, 0.8, 0.9, 0.95)
+FULL_LAYERS = (5, 11, 17)
+"""Of Gemma 3 270M: those that attend to everything."""
+HEAT_SEEDS = {2048: (30,), 4096: (30,), 8192: (30,), 16384: (31, 32), 31744: (31, 32)}
+"""Texts by context; two where dense attention misses facts."""
 METRIC_TOKENS = 2048
 """Of the first context, on which the metric of centroids is measured."""
 FEW = ("mean", "halves int8", "quarters int8", "box X=1")
@@ -113,6 +117,7 @@ def defaults() -> list[Spec]:
         "quarters int8, mix, 304": "parts=4,budget=304,reduce=mix",
         "halves int8, 128 refined, max, 768": "parts=2,budget=768,refine_pages=128",
         "quarters int8, 128 refined, max, 768": "parts=4,budget=768,refine_pages=128",
+        "quarters int8, 96 refined, max, 960": "parts=4,budget=960,refine_pages=96",
         "eighths int8, 128 refined, max, 768": "parts=8,budget=768,refine_pages=128",
         "centroids int8, max, 768": "kind=centroids,budget=768",
     }
@@ -120,13 +125,29 @@ def defaults() -> list[Spec]:
     return [*ours, spec("paper, 768", "budget=768", "paper"), spec("oracle max, 768", "budget=768", "oracle-max")]
 
 
+def options() -> list[Spec]:
+    """What a configuration can say beyond summary and budget: a mass, budgets per layer, dense layers; centroids without a metric."""
+    halves = SUMMARIES["halves int8"]
+    found = [spec(f"halves int8, {budget}", f"{halves},budget={budget}") for budget in (256, 512, 768)]
+    found += [spec(f"top_p {mass}, at most 2048", f"{halves},top_p={mass},budget=2048") for mass in MASSES]
+    found += [
+        spec(f"512, layer {layer} {budget}", f"{halves},budget=512,layer_budgets={layer}/{budget}")
+        for layer, budget in product(FULL_LAYERS, (128, 2048))
+    ]
+    found += [spec(f"512, layer {layer} dense", f"{halves},budget=512,dense_layers={layer}") for layer in FULL_LAYERS]
+    return [*found, spec("centroids int8 without a metric, 256", "kind=centroids,dtype=int8,budget=256")]
+
+
 def default_tasks(loaded: Any, paragraphs: list[str]) -> list[Task]:
-    """More standard pass keys: three texts at 4K, two at 8K and 16K; three continued texts at 8K."""
+    """More pass keys: standard ones in three texts at 4K, two at 8K and 16K, hard ones at 8K; three continued texts at 8K."""
     tasks: list[Task] = []
     for context, seeds, places in ((4096, (30, 31, 32), 8), (8192, (30, 31), 8), (16384, (31, 32), 4)):
         for seed, (i, depth) in product(seeds, enumerate(needles.depths(places))):
             facts = needles.pass_key("standard", seed + i)
             tasks.append(maker(loaded, paragraphs, context, seed).retrieval(facts, "standard", depth))
+    make = maker(loaded, paragraphs, 8192, 31)
+    for kind, depth in product(needles.HARD, needles.depths(4)):
+        tasks.append(make.retrieval(needles.pass_key(kind, 31), kind, depth))
     return tasks + [maker(loaded, paragraphs, 8192, seed).continuation(96) for seed in (31, 32, 33)]
 
 
@@ -136,6 +157,7 @@ POLICIES: dict[str, Callable[[], list[Spec]]] = {
     "pages": pages,
     "recent": recent,
     "levels": levels,
+    "options": options,
     "defaults": defaults,
 }
 
@@ -165,7 +187,7 @@ def sweep(name: str, loaded: Any, paragraphs: list[str], out: Path, command: str
     folder = out / name
     tasks = default_tasks(loaded, paragraphs) if name == "defaults" else usual_tasks(loaded, paragraphs)
     specs, metric = POLICIES[name](), None
-    if any(one.config.kind == "centroids" for one in specs):
+    if name != "options" and any(one.config.kind == "centroids" for one in specs):
         metric = query_variance(loaded.model, torch.tensor(tasks[0].context[:METRIC_TOKENS]))
     rows = grid.measure_grid(loaded.model, tasks, specs, metric=metric, path=folder / "rows.jsonl")
     report.write(rows, folder, about_of(loaded, command))
@@ -188,10 +210,11 @@ def equal_bytes(context: int) -> list[Spec]:
 def heat_map(loaded: Any, paragraphs: list[str], out: Path) -> None:
     """Pass keys over length and depth, all kinds of policies at the bytes of the defaults."""
     folder, rows = out / "heat_map", []
-    for context in HEAT_CONTEXTS:
-        make = maker(loaded, paragraphs, context, 30)
-        places = enumerate(needles.depths(8))
-        tasks = [make.retrieval(needles.pass_key("standard", 30 + i), "standard", depth) for i, depth in places]
+    for context, seeds in HEAT_SEEDS.items():
+        tasks = [
+            maker(loaded, paragraphs, context, seed).retrieval(needles.pass_key("standard", seed + i), "standard", depth)
+            for seed, (i, depth) in product(seeds, enumerate(needles.depths(8)))
+        ]
         rows += grid.measure_grid(loaded.model, tasks, equal_bytes(context), path=folder / "rows.jsonl")
     report.write(rows, folder, about_of(loaded, "python -m perf.quality heat_map"))
 

@@ -24,7 +24,7 @@ ARROWS = {
     "checks": {"checks_statistics", "checks_tensor", "quantisation", "selection", "summaries"},
     "checks_step": {"checks_tensor"},
     "contents": {"selection"},
-    "dispatch": {"scratch"},
+    "dispatch": {"scratch", "summaries"},
     "library": {"contents", "dispatch", "scratch", "selection"},
     "workspace": {"config", "dispatch", "scratch", "selection"},
     "certificate": {"selection", "summaries"},
@@ -50,7 +50,7 @@ ARROWS = {
     },
     "pages": set(),
     "pool": {"checks", "checks_tensor", "quantisation", "summaries"},
-    "cache_decode": {"attention", "config", "decode", "workspace"},
+    "cache_decode": {"attention", "config", "decode", "summaries", "workspace"},
     "cache": {
         *("cache_decode", "checks", "checks_statistics", "config", "dispatch", "ops", "pages", "pool", "quantisation"),
         *("selection", "summaries"),
@@ -69,7 +69,7 @@ ARROWS = {
         "workspace",
     },
     "testing": {"kernels", "quantisation", "reference", "scratch", "selection", "summaries", "tuning"},
-    "policies": {"attention", "config", "cost", "decode", "ops", "selection"},
+    "policies": {"attention", "config", "cost", "decode", "ops", "selection", "summaries"},
     "integrations": {"attention", "cache", "config", "decode", "dispatch", "library", "ops", "reuse", "selection"},
     # What finds a configuration for a model: a function of the library that loads its tools when it is called.
     "calibration": {"config", "evaluation"},

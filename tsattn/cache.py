@@ -107,7 +107,6 @@ class PagedKVCache(DecodeMethods):
     ) -> None:
         pool.check_sizes(num_pages, page_size, num_kv_heads, head_dim)
         device = pool.usable_device(device)
-        choose_impl(impl, device)
         storage, stats_dtype = pool.storage_dtypes(dtype, kv_dtype, stats_dtype)
         self.page_size = page_size
         self.dtype = dtype
@@ -118,6 +117,7 @@ class PagedKVCache(DecodeMethods):
         self.v_cache = pool.new_blocks(*sizes, dtype=storage, device=device)
         sizes = num_pages, num_kv_heads, num_vectors(kind, parts), head_dim
         check_page_size(kind, page_size)
+        choose_impl(impl, device, kind)
         self.page_stats = pool.new_statistics(*sizes, dtype=stats_dtype, device=device)
         self.page_stats_scale, self.page_stats_weight = (
             pool.new_statistics(*sizes[:-1], dtype=torch.float32, device=device) if has_one else None

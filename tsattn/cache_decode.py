@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tsattn import attention, decode
 from tsattn.config import SparseConfig, check_config
+from tsattn.summaries import SUMMARIES
 from tsattn.workspace import DecodeWorkspace
 
 
@@ -141,7 +142,7 @@ class DecodeMethods(ABC):
                 "config.refine_pages needs a cache with coarse=True; PagedKVCache.from_config(config, ...) makes one"
             )
         held = {"page_size": self.k_cache.shape[1], "kind": self.kind}
-        if self.kind == "means":
+        if len(SUMMARIES[self.kind].parts_choices) > 1:
             held["parts"] = stats.shape[2]
         if config.stats_dtype != _DEFAULT_STORAGE:  # what nobody wrote must not refuse a cache that was made without a config
             held["stats_dtype"] = stats.dtype

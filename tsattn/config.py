@@ -9,7 +9,7 @@ from typing import Any, SupportsIndex
 
 import torch
 
-from tsattn.summaries import GROUP_REDUCTIONS, KINDS, STATS_DTYPES, check_page_size, num_vectors
+from tsattn.summaries import GROUP_REDUCTIONS, STATS_DTYPES, SUMMARIES, check_page_size, num_vectors
 
 PLANS = ("auto", "separate", "two", "ticket", "row")
 NOT_LOGITS = ("softmax", "mix")
@@ -123,7 +123,7 @@ class SparseConfig:
             ("reselect_every", 1),
         ):
             _integer(name, getattr(self, name), low)
-        for name, allowed in (("kind", KINDS), ("group_reduce", GROUP_REDUCTIONS), ("plan", PLANS)):
+        for name, allowed in (("kind", tuple(SUMMARIES)), ("group_reduce", GROUP_REDUCTIONS), ("plan", PLANS)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"SparseConfig.{name} must be one of {allowed}, got {getattr(self, name)!r}")
         num_vectors(self.kind, self.parts)

@@ -84,7 +84,7 @@ class Layer:
     ----------
     heads_q, heads_kv, head_dim, page_size, vectors : int
         HQ, HKV, D, S and M.
-    kind : {"means", "minmax", "meanvar", "centroids"}
+    kind : str
         The page summary.
     q_size, kv_size, stats_size : int
         Bytes of an element of q and out, of K and V, of the statistics: 1 for int8 codes, with an fp32 scale per vector.
@@ -94,6 +94,8 @@ class Layer:
         Whether kind "centroids" has a metric per head.
     per_query_head : bool
         Lists per query head instead of per KV head.
+    weighted : bool or None
+        Whether the vectors of a summary have weights; None: whether it is of kind "centroids".
     """
 
     heads_q: int
@@ -108,6 +110,7 @@ class Layer:
     scales: bool = False
     metric: bool = False
     per_query_head: bool = False
+    weighted: bool | None = None
 
     @property
     def group(self) -> int:
@@ -137,7 +140,8 @@ class Layer:
     @property
     def page_weights(self) -> int:
         """Bytes of the weights of one page's vectors in one KV head."""
-        return 4 * self.vectors if self.kind == "centroids" else 0
+        weighted = self.kind == "centroids" if self.weighted is None else self.weighted
+        return 4 * self.vectors if weighted else 0
 
     def statistics(self, pages: int = 1) -> dict[str, int]:
         """Bytes of the statistics of pages in one KV head, by tensor."""

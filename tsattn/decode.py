@@ -189,7 +189,7 @@ def sparse_decode(
     coarse = coarse_stats, coarse_stats_scale
     stored = Stored(page_stats, page_stats_scale, page_stats_weight)
     check_step(q, k_cache, v_cache, stored, page_table, seq_lens, config, out, softcap, sinks, budget, *coarse)
-    impl = choose_impl(impl, q.device)
+    impl = choose_impl(impl, q.device, config.kind)
     check_plan(config, impl)
     check_workspace(workspace)
     if return_bound and config.kind != "minmax":

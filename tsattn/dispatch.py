@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tsattn.scratch import Scratch
+from tsattn.summaries import SUMMARIES
 
 IMPLEMENTATIONS = {"triton": "tsattn.kernels", "torch": "tsattn.torch_path", "reference": "tsattn.reference"}
 STAGE_FUNCTIONS = {
@@ -31,14 +32,17 @@ _last: dict[str, str] = {}
 _counts: Counter[tuple[str, str]] = Counter()
 
 
-def choose_impl(impl: str, device: torch.device) -> str:
-    """Resolve ``impl`` for tensors on ``device``; a request that can't be served raises."""
+def choose_impl(impl: str, device: torch.device, kind: str | None = None) -> str:
+    """Resolve ``impl`` for tensors on ``device`` and a kind of page summary; a request that can't be served raises."""
+    has_kernels = kind is None or SUMMARIES[kind].has_kernels
     if impl == "auto":
-        return "triton" if device.type == "cuda" else "torch"
+        return "triton" if device.type == "cuda" and has_kernels else "torch"
     if not isinstance(impl, str) or impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl must be 'auto' or one of {tuple(IMPLEMENTATIONS)}, got {impl!r}")
     if impl == "triton" and device.type != "cuda" and os.environ.get("TRITON_INTERPRET", "0") in ("", "0"):
         raise ValueError(f"impl='triton' needs tensors on a GPU, or TRITON_INTERPRET=1, but they are on {device}")
+    if impl == "triton" and not has_kernels:
+        raise ValueError(f"impl='triton' has no kernels for kind {kind!r}: 'auto' and 'torch' run it on every device")
     return impl
 
 

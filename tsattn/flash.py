@@ -283,7 +283,7 @@ def sparse_attn_with_kvcache(
         table = block_table.repeat_interleave(queries, dim=0)
         budget = None if budget is None else budget.repeat_interleave(queries)
     # All that can be wrong is refused here: nothing is appended by a call that fails.
-    check_plan(config, choose_impl(impl, q.device))
+    check_plan(config, choose_impl(impl, q.device, config.kind))
     checks.decode(k_pages, stored, page_size, config.kind, config.vectors)
     metric_of(config.kind, metric, *k_pages.shape[2:])
     checks.attend(rows, k_pages, v_pages, table, lengths, None, None, softcap=softcap, sinks=None, window=None)

@@ -81,7 +81,7 @@ def append_kv(
     checks.append(k, v, k_cache, v_cache, stored, slot_mapping, kind, metric)
     checks_step.coarse_written(coarse_stats, coarse_stats_scale, k_cache)
     scales = checks.scale_of("k_scale", k_scale, k_cache), checks.scale_of("v_scale", v_scale, v_cache)
-    impl = choose_impl(impl, k.device)
+    impl = choose_impl(impl, k.device, kind)
     library.append_kv(k, v, k_cache, v_cache, *stored, slot_mapping, kind, *scales, metric, impl)
     if coarse_stats is not None:
         coarse = Stored(coarse_stats, coarse_stats_scale, None)
@@ -121,7 +121,7 @@ def rebuild_page_stats(
     checks.rebuild(k_cache, stored, page_table, seq_lens, kind, metric)
     checks_step.coarse_written(coarse_stats, coarse_stats_scale, k_cache)
     scale = checks.scale_of("k_scale", k_scale, k_cache)
-    impl = choose_impl(impl, k_cache.device)
+    impl = choose_impl(impl, k_cache.device, kind)
     library.rebuild_page_stats(k_cache, *stored, page_table, seq_lens, kind, scale, metric, impl)
     if coarse_stats is not None:
         coarse = Stored(coarse_stats, coarse_stats_scale, None)
@@ -197,7 +197,7 @@ def score_pages(
     if out is None:
         out = torch.empty((q.shape[0], heads, page_table.shape[1]), dtype=torch.float32, device=q.device)
     box, boxes = (1.0, box_scale) if isinstance(box_scale, Tensor) else (float(box_scale), None)
-    impl = choose_impl(impl, q.device)
+    impl = choose_impl(impl, q.device, kind)
     check_workspace(workspace)
     scratch = None if workspace is None else workspace.scratch
     ranking = page_size, kind, box, boxes, scale, group_reduce

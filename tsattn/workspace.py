@@ -95,7 +95,7 @@ class DecodeWorkspace:
         layers = [config.for_layer(layer) for layer, _ in config.layer_budgets]
         widths = {list_width(each, max_pages) for each in (config, *layers)}
         num_bytes = num_counters = 0
-        if choose_impl(impl, device) == "triton":
+        if choose_impl(impl, device, config.kind) == "triton":
             kernels = importlib.import_module("tsattn.kernels")
             num_counters = kernels.num_counters(num_rows, num_kv_heads, num_heads)
             num_bytes = max(

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tsattn import SparseConfig
-from tsattn.summaries import KINDS, SUMMARIES, num_vectors, parts_of_full_page, sub_page_slots
+from tsattn.summaries import SUMMARIES, num_vectors, parts_of_full_page, sub_page_slots
 
 
 def test_defaults_and_the_published_setting():
@@ -134,7 +134,7 @@ def test_sub_pages_cover_a_page(page_size, parts):
 
 
 def test_every_kind_says_how_many_vectors_it_stores():
-    for kind in KINDS:
+    for kind in SUMMARIES:
         assert num_vectors(kind, SUMMARIES[kind].parts_choices[0]) in SUMMARIES[kind].parts_choices
     with pytest.raises(ValueError, match="kind must be one of"):
         num_vectors("median", 2)

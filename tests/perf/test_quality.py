@@ -39,7 +39,7 @@ def test_tasks_have_their_lengths_and_differ(tasks):
     assert len({grid.key_of(task.about, "") for task in made}) == len(made)
 
 
-@pytest.mark.parametrize("context", quality.HEAT_CONTEXTS)
+@pytest.mark.parametrize("context", quality.HEAT_SEEDS)
 def test_yardsticks_of_the_heat_map_read_as_many_bytes_as_the_defaults(context):
     ours, *others = quality.equal_bytes(context)
     assert ours.config == SparseConfig()

@@ -10,7 +10,7 @@ from typing import Any
 
 from tsattn import SparseConfig
 from tsattn.evaluation.options import DTYPES, check_model, check_writable, number, positive, whole
-from tsattn.summaries import KINDS
+from tsattn.summaries import SUMMARIES
 
 _DEFAULTS = SparseConfig()
 _BUDGET = 256
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sparse.add_argument(
         "--page-size", type=positive, default=_DEFAULTS.page_size, metavar="N", help="tokens per page (%(default)s)"
     )
-    sparse.add_argument("--kind", choices=KINDS, default=_DEFAULTS.kind, help="summary (%(default)s)")
+    sparse.add_argument("--kind", choices=SUMMARIES, default=_DEFAULTS.kind, help="summary (%(default)s)")
     sparse.add_argument("--parts", type=positive, metavar="N", help=f"means per page, of kind means ({_DEFAULTS.parts})")
     sparse.add_argument("--box-scale", type=number, metavar="X", help=f"X of kind minmax ({_DEFAULTS.box_scale:g})")
     sparse.add_argument(

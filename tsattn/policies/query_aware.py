@@ -16,6 +16,7 @@ from tsattn.decode import sparse_decode
 from tsattn.ops import rebuild_page_stats
 from tsattn.policies.base import Attended, Pages, Step
 from tsattn.selection import PageSelection
+from tsattn.summaries import SUMMARIES
 
 
 @dataclass(frozen=True)
@@ -60,16 +61,16 @@ class QueryAware:
         every = torch.arange(num_pages, dtype=torch.int32, device=step.q.device)[:, None]
         fills = torch.full((num_pages,), size, dtype=torch.int32, device=step.q.device)
         fills[pages.k_cache.shape[0] :] = (step.seq_lens - 1) % size + 1
-        dtype = config.stats_dtype or step.keys.dtype
+        dtype, weighted = config.stats_dtype or step.keys.dtype, SUMMARIES[config.kind].weighted
         stats = torch.empty((num_pages, heads_kv, config.vectors, dim), dtype=dtype, device=step.q.device)
         beside: dict[str, Any] = {
             "page_stats_scale": torch.empty(stats.shape[:3], device=step.q.device) if dtype == torch.int8 else None,
-            "page_stats_weight": torch.empty(stats.shape[:3], device=step.q.device) if config.kind == "centroids" else None,
+            "page_stats_weight": torch.empty(stats.shape[:3], device=step.q.device) if weighted else None,
         }
         if config.refine_pages is not None:
             beside["coarse_stats"] = torch.empty((num_pages, heads_kv, 1, dim), dtype=torch.int8, device=step.q.device)
             beside["coarse_stats_scale"] = torch.empty((num_pages, heads_kv, 1), device=step.q.device)
-        metric = self.metric.get(step.layer) if config.kind == "centroids" else None
+        metric = self.metric.get(step.layer) if weighted else None
         rebuild_page_stats(own.k_cache, stats, every, fills, kind=config.kind, metric=metric, **beside)
         options = {**beside, **step.options, "config": config, "return_selection": True}
         return sparse_decode(step.q, own.k_cache, own.v_cache, stats, own.page_table, step.seq_lens, **options)
@@ -100,6 +101,7 @@ def layer_of(config: SparseConfig, heads_q: int, heads_kv: int, head_dim: int) -
         kind=config.kind,
         stats_size=2 if config.stats_dtype is None else config.stats_dtype.itemsize,
         per_query_head=config.group_reduce == "none",
+        weighted=SUMMARIES[config.kind].weighted,
     )
 
 

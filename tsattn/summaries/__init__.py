@@ -23,14 +23,14 @@ centroids  means of two clusters,      logsumexp_j(a q.c_j + w_j)            As 
                                                                              diluted.
 =========  ==========================  ====================================  ==========================================
 
-A kind is one file here and one line in :mod:`tsattn.summaries.registry`. Everything is plain PyTorch, in the dtype of its
-inputs (fp32 or fp64).
+A kind is one file here and one line in :mod:`tsattn.summaries.registry`, in plain PyTorch and the dtype of its inputs (fp32 or
+fp64); its Triton half in :mod:`tsattn.kernels` may follow.
 """
 
 from __future__ import annotations
 
 from tsattn.summaries.base import Statistics, Summary, parts_of_full_page, sub_page_slots
-from tsattn.summaries.registry import GROUP_REDUCTIONS, KINDS, SUMMARIES, check_page_size, num_vectors
+from tsattn.summaries.registry import GROUP_REDUCTIONS, SUMMARIES, check_page_size, num_vectors
 from tsattn.summaries.storage import (
     LEAST_SCALE,
     STATS_DTYPES,
@@ -43,7 +43,6 @@ from tsattn.summaries.storage import (
 
 __all__ = [
     "GROUP_REDUCTIONS",
-    "KINDS",
     "LEAST_SCALE",
     "STATS_DTYPES",
     "SUMMARIES",

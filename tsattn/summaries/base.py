@@ -47,6 +47,8 @@ class Summary:
         A vector has a weight, which is added to its product before logsumexp; and the update takes a metric.
     max_page_size : int or None
         The most slots that a page may have, of kinds that look at all its keys at once.
+    has_kernels : bool
+        Whether ``tsattn/kernels`` holds the device half of the kind, too. Without it "auto" means PyTorch on every device.
     """
 
     update: Callable[[Tensor, Tensor, int, Tensor | None], Statistics]
@@ -56,6 +58,7 @@ class Summary:
     parts_choices: tuple[int, ...]
     weighted: bool = False
     max_page_size: int | None = None
+    has_kernels: bool = False
 
 
 def sub_page_slots(page_size: int, parts: int) -> int:

@@ -107,4 +107,6 @@ def _update(keys: Tensor, fill: Tensor, m: int, metric: Tensor | None = None) ->
     return Statistics(torch.stack(means, dim=-2).to(keys.dtype), torch.stack(weights, dim=-1).float())
 
 
-CENTROIDS = Summary(_update, query_itself, "logsumexp", False, (2,), weighted=True, max_page_size=MAX_PAGE_SIZE)
+CENTROIDS = Summary(
+    _update, query_itself, "logsumexp", False, (2,), weighted=True, max_page_size=MAX_PAGE_SIZE, has_kernels=True
+)

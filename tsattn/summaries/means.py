@@ -20,4 +20,4 @@ def _update(keys: Tensor, fill: Tensor, m: int, metric: Tensor | None = None) ->
     return Statistics(torch.stack(means, dim=-2).to(keys.dtype))
 
 
-MEANS = Summary(_update, query_itself, "logsumexp", False, (1, 2, 4, 8))
+MEANS = Summary(_update, query_itself, "logsumexp", False, (1, 2, 4, 8), has_kernels=True)

@@ -22,4 +22,4 @@ def _coefficients(q: Tensor, m: int, scale: float, box_scale: float | Tensor) ->
     return torch.stack((q, 0.5 * scale * q * q), dim=-2)
 
 
-MEANVAR = Summary(_update, _coefficients, "sum", False, (2,))
+MEANVAR = Summary(_update, _coefficients, "sum", False, (2,), has_kernels=True)

@@ -28,4 +28,4 @@ def _coefficients(q: Tensor, m: int, scale: float, box_scale: float | Tensor) ->
     return torch.stack((0.5 * (q - reach), 0.5 * (q + reach)), dim=-2)
 
 
-MINMAX = Summary(_update, _coefficients, "sum", True, (2,))
+MINMAX = Summary(_update, _coefficients, "sum", True, (2,), has_kernels=True)

@@ -16,7 +16,6 @@ SUMMARIES: dict[str, Summary] = {
     "meanvar": MEANVAR,
     "centroids": CENTROIDS,
 }
-KINDS = tuple(SUMMARIES)
 
 
 def num_vectors(kind: str, parts: int) -> int:
@@ -28,7 +27,7 @@ def num_vectors(kind: str, parts: int) -> int:
         If the kind is unknown, or can't have that many parts.
     """
     if kind not in SUMMARIES:
-        raise ValueError(f"kind must be one of {KINDS}, got {kind!r}")
+        raise ValueError(f"kind must be one of {tuple(SUMMARIES)}, got {kind!r}")
     choices = SUMMARIES[kind].parts_choices
     if len(choices) == 1:
         return choices[0]
