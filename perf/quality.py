@@ -126,7 +126,7 @@ def defaults() -> list[Spec]:
 
 
 def options() -> list[Spec]:
-    """What a configuration can say beyond summary and budget: a mass, budgets per layer, dense layers; centroids without a metric."""
+    """Beyond summary and budget: a mass, budgets per layer, dense layers; centroids without a metric."""
     halves = SUMMARIES["halves int8"]
     found = [spec(f"halves int8, {budget}", f"{halves},budget={budget}") for budget in (256, 512, 768)]
     found += [spec(f"top_p {mass}, at most 2048", f"{halves},top_p={mass},budget=2048") for mass in MASSES]
