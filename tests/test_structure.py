@@ -69,7 +69,7 @@ ARROWS = {
         "workspace",
     },
     "testing": {"kernels", "quantisation", "reference", "scratch", "selection", "summaries", "tuning"},
-    "policies": {"attention", "config", "cost", "decode", "ops", "selection", "summaries"},
+    "policies": {"attention", "cache", "config", "cost", "decode", "ops", "selection", "summaries"},
     "integrations": {"attention", "cache", "config", "decode", "dispatch", "library", "ops", "reuse", "selection"},
     # What finds a configuration for a model: a function of the library that loads its tools when it is called.
     "calibration": {"config", "evaluation"},

@@ -112,7 +112,7 @@ def test_a_fact_and_a_text_of_ones_own(command, tmp_path):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--policy", "quest"], "no policy is called 'quest': there are tsattn"),
+        (["--policy", "quest"], "no policy is called 'quest': there are full, tsattn"),
         (["--policy", "tsattn:budge=3"], "'budge=3' is no FIELD=VALUE"),
         (["--policy", "tsattn:budget=x"], "token_budget must be a number, got 'x'"),
         (["--policy", "tsattn:kind=mean"], "SparseConfig.kind must be one of"),

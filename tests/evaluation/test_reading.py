@@ -30,7 +30,7 @@ def test_a_shared_beginning_is_read_once(name, reads):
     first = prompts([200])[0][0].tolist()
     contexts = [first, [*first[:100], 5, *first[100:199]], first[:70], first[:70] + [9] * 50, [7, *first], first[:64]]
     prefiller = Prefiller(model, CHUNK, progress=False)
-    caches = [prefiller.read(tokens) for tokens in contexts]
+    caches = [prefiller.read(tokens).cache for tokens in contexts]
     assert reads == [200, 200 - 96, 70 - 64, 120 - 64, 201, 64]
     for tokens, cache in zip(contexts, caches, strict=True):
         anew = prefill(model, tokens, CHUNK, progress=False)

@@ -8,8 +8,8 @@ decoding token by token (up to the rounding of larger matrix products), and cost
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from tsattn.evaluation.reading import snapshot
 from tsattn.integrations import hf
 from tsattn.integrations.hf_attention import tsattn_attention
 from tsattn.integrations.hf_stats import pages_and_tokens, read_mask
-from tsattn.policies import Attended, Policy, Step
+from tsattn.policies import Attended, Observed, Policy, Step
 
 NAME = "tsattn-evaluation"
 ELEMENT = 2
@@ -81,7 +81,13 @@ class ChunkResult:
 
 @torch.inference_mode()
 def score_chunk(
-    model: Any, prefilled: DynamicCache, tokens: list[int], policy: Policy | None, *, keep: int | None = None
+    model: Any,
+    prefilled: DynamicCache,
+    tokens: list[int],
+    policy: Policy | None,
+    *,
+    keep: int | None = None,
+    observed: Mapping[int, Observed] | None = None,
 ) -> ChunkResult:
     """Feed ``tokens`` after the context, in one pass.
 
@@ -96,6 +102,8 @@ def score_chunk(
         None is dense attention, the model's own ``sdpa``.
     keep : int, optional
         Positions, counted from the end, whose log probabilities are wanted; default all.
+    observed : mapping of int to Observed, optional
+        By layer, for policies that go by what attention did while the context was read.
     """
     ids = torch.tensor([tokens], device=model.device)
     arguments: dict[str, Any] = {"input_ids": ids, "use_cache": True, "logits_to_keep": keep or len(tokens)}
@@ -103,26 +111,36 @@ def score_chunk(
     if policy is None:
         return ChunkResult(torch.log_softmax(model(**arguments).logits[0].float(), -1))
     policy.begin()
-    with _reading_through(model, policy) as layers:
+    with _reading_through(model, policy, observed or {}) as layers:
         logits = model(**arguments).logits[0]
     if not layers:
         raise ValueError("this model has no full-attention layer, so no policy has anything to choose")
     return ChunkResult(torch.log_softmax(logits.float(), -1), layers)
 
 
-_ACTIVE: list[tuple[Policy, dict[int, LayerReading]]] = []
+@dataclass(frozen=True)
+class _Chunk:
+    """What the attention function of this module needs of the chunk that is being scored."""
+
+    policy: Policy
+    observed: Mapping[int, Observed]
+    layers: tuple[int, ...]
+    readings: dict[int, LayerReading] = field(default_factory=dict)
+
+
+_ACTIVE: list[_Chunk] = []
 
 
 @contextlib.contextmanager
-def _reading_through(model: Any, policy: Policy) -> Iterator[dict[int, LayerReading]]:
+def _reading_through(model: Any, policy: Policy, observed: Mapping[int, Observed]) -> Iterator[dict[int, LayerReading]]:
     """Full-attention layers go through the policy inside the block."""
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)
-    layers: dict[int, LayerReading] = {}
+    chunk = _Chunk(policy, observed, tuple(hf.full_attention_layers(model.config)))
     with hf.attention_of(model, NAME):
-        _ACTIVE.append((policy, layers))
+        _ACTIVE.append(chunk)
         try:
-            yield layers
+            yield chunk.readings
         finally:
             _ACTIVE.pop()
 
@@ -142,13 +160,15 @@ def _attention(
         return tsattn_attention(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     softcap, sinks = float(kwargs.get("softcap") or 0.0), kwargs.get("s_aux")
-    policy, layers = _ACTIVE[-1]
+    chunk = _ACTIVE[-1]
     rows, length = query.shape[2], key.shape[2]
     seq_lens = torch.arange(length - rows + 1, length + 1, dtype=torch.int32, device=query.device)
     options = {"softmax_scale": scale, "softcap": softcap, "sinks": sinks}
-    step = Step(int(module.layer_idx), query[0].transpose(0, 1), key[0], value[0], seq_lens, options)  # type: ignore[arg-type]
-    attended = policy.attend(step)
-    layers[step.layer] = _reading(step, attended, policy)
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    seen = chunk.layers, chunk.observed.get(layer)
+    step = Step(layer, query[0].transpose(0, 1), key[0], value[0], seq_lens, options, *seen)
+    attended = chunk.policy.attend(step)
+    chunk.readings[layer] = _reading(step, attended, chunk.policy)
     return attended.out[None], None
 
 
@@ -165,21 +185,22 @@ def _reading(step: Step, attended: Attended, policy: Policy) -> LayerReading:
     lists = selection.page_ids.shape[1]
     picked = read_mask(selection, pages, lists)  # [R, lists, P]
     logits = step.logits()
-    if step.options["softcap"] > 0.0:
-        logits = torch.where(logits.isfinite(), step.options["softcap"] * torch.tanh(logits / step.options["softcap"]), logits)
-    weights = F.pad(torch.softmax(logits, -1), (0, -logits.shape[2] % size))
+    weights = F.pad(replace(step, options={**step.options, "sinks": None}).weights(logits), (0, -logits.shape[2] % size))
     weights = weights.reshape(rows, -1, pages, size).sum(3)  # [R, HQ, P]
     mass = float((weights * picked.repeat_interleave(weights.shape[1] // lists, 1)).sum(2).mean())
-    return LayerReading(*sums, dense, mass, _reuse(picked, step.seq_lens, policy))
+    return LayerReading(*sums, dense, mass, _reuse(picked, step.seq_lens, policy, size))
 
 
-def _reuse(picked: Tensor, seq_lens: Tensor, policy: Policy) -> float | None:
-    """Share of a query's chosen pages that the query before it read, mean over queries and lists."""
+def _reuse(picked: Tensor, seq_lens: Tensor, policy: Policy, page_size: int) -> float | None:
+    """Share of a query's chosen pages that the query before it read, mean over queries and lists.
+
+    The first and newest pages of the configuration are left out, whatever the size of the pages that were chosen.
+    """
     config = policy.config
     if picked.shape[0] < 2:
         return None
     pages = -(-seq_lens // config.page_size)
-    place = torch.arange(picked.shape[2], device=picked.device)
+    place = torch.arange(picked.shape[2], device=picked.device) * page_size // config.page_size
     free = (place >= config.sink_pages) & (place < (pages - config.recent_pages)[:, None])
     chosen = (picked & free[:, None])[1:]
     count = chosen.sum(2)

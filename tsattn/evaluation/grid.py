@@ -113,10 +113,11 @@ def measure_grid(
     paged, layers = full_attention_layers(model.config), model.config.get_text_config(decoder=True).num_hidden_layers
     for one in specs:
         check_layers(one.config, None, paged, layers)
-    prefiller = Prefiller(model, prefill_chunk, progress=progress)
     labels = [DENSE, *(spec.label for spec in specs)]
     if len(set(labels)) < len(labels):
         raise ValueError(f"policies need different labels, got {labels}")
+    observe = any(one.policy(metric).observes for one in specs)
+    prefiller = Prefiller(model, prefill_chunk, progress=progress, observe=observe)
     known = {_key_of_row(row): row for row in read_rows(path)} if path else {}
     abouts = [task.about | {"dtype": str(model.dtype).removeprefix("torch."), "digest": _digest(model, task)} for task in tasks]
     if path:

@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from tqdm import tqdm
 from transformers import DynamicCache
 
+from tsattn.evaluation.observing import observing
 from tsattn.integrations import hf
+from tsattn.policies import Observed
+
+
+@dataclass(frozen=True)
+class Context:
+    """A context that was read.
+
+    Attributes
+    ----------
+    cache : DynamicCache
+        It may be decoded into through :func:`snapshot` only.
+    observed : dict of int to Observed
+        By full-attention layer; empty if nobody asked.
+    """
+
+    cache: DynamicCache
+    observed: dict[int, Observed] = field(default_factory=dict)
 
 
 def prefill(model: Any, tokens: list[int], chunk: int, *, progress: bool = True) -> DynamicCache:
@@ -45,32 +65,43 @@ class Prefiller:
         Tokens per forward pass; a shared beginning is kept in whole chunks.
     progress : bool
         Show a bar.
+    observe : bool
+        Keep what attention did, too (:mod:`tsattn.evaluation.observing`); it takes about as long as attention itself.
     most_bytes : int
         Of snapshots that are kept; the last ones go first.
     """
 
-    def __init__(self, model: Any, chunk: int, *, progress: bool = True, most_bytes: int = 4 << 30) -> None:
+    def __init__(
+        self, model: Any, chunk: int, *, progress: bool = True, observe: bool = False, most_bytes: int = 4 << 30
+    ) -> None:
         self.model, self.chunk, self.progress, self.most_bytes = model, chunk, progress, most_bytes
+        self.observe = observe
         self._tokens: list[int] = []
-        self._kept: dict[int, DynamicCache] = {}
+        self._kept: dict[int, Context] = {}
 
-    def read(self, tokens: list[int]) -> DynamicCache:
-        """The cache of a context; it may be decoded into through :func:`snapshot` only."""
+    def read(self, tokens: list[int]) -> Context:
+        """Read a context."""
         shared = next((n for n, (a, b) in enumerate(zip(tokens, self._tokens, strict=False)) if a != b), len(self._tokens))
-        self._kept = {n: cache for n, cache in self._kept.items() if n <= min(shared, len(tokens))}
+        self._kept = {n: context for n, context in self._kept.items() if n <= min(shared, len(tokens))}
         self._tokens = tokens
         start = max(self._kept, default=0)
-        cache = snapshot(self._kept[start]) if start else DynamicCache(config=self.model.config)
+        context = _twin(self._kept[start]) if start else Context(DynamicCache(config=self.model.config))
         room = self.most_bytes - sum(map(_bytes, self._kept.values()))
-        for end in _feed(self.model, cache, tokens, start, self.chunk, self.progress):
-            room -= _bytes(cache)
-            if room > 0 and end % self.chunk == 0:
-                self._kept[end] = snapshot(cache)
-        return cache
+        with observing(self.model, context.observed) if self.observe else contextlib.nullcontext():
+            for end in _feed(self.model, context.cache, tokens, start, self.chunk, self.progress):
+                room -= _bytes(context)
+                if room > 0 and end % self.chunk == 0:
+                    self._kept[end] = _twin(context)
+        return context
 
 
-def _bytes(cache: DynamicCache) -> int:
-    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+def _twin(context: Context) -> Context:
+    return Context(snapshot(context.cache), dict(context.observed))
+
+
+def _bytes(context: Context) -> int:
+    held: int = sum(layer.keys.nbytes + layer.values.nbytes for layer in context.cache.layers)
+    return held + sum(observed.received.nbytes + observed.queries.nbytes for observed in context.observed.values())
 
 
 def snapshot(cache: DynamicCache) -> DynamicCache:

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
 from tsattn.evaluation.chunk import ChunkResult, score_chunk
 from tsattn.evaluation.haystack import Prompt
 from tsattn.evaluation.needles import Facts, Text, hide
+from tsattn.evaluation.reading import Context
 from tsattn.policies import Policy
 
 Row = dict[str, Any]
@@ -42,12 +42,12 @@ class Retrieval:
         """Tokens to score."""
         return (self.prompt.question[-1:] if self.seen else self.prompt.question) + self.answer[:-1]
 
-    def start(self, model: Any, prefilled: DynamicCache) -> Callable[[Policy | None], Row]:
+    def start(self, model: Any, context: Context) -> Callable[[Policy | None], Row]:
         """Measure policies over one prefill; None is dense attention."""
         answer = torch.tensor(self.answer, device=model.device)
 
         def measure(policy: Policy | None) -> Row:
-            chunk = score_chunk(model, prefilled, self.chunk, policy, keep=len(self.answer))
+            chunk = score_chunk(model, context.cache, self.chunk, policy, keep=len(self.answer), observed=context.observed)
             right = chunk.log_probs.argmax(-1) == answer
             nll = -chunk.log_probs.gather(1, answer[:, None])
             return {
@@ -68,16 +68,18 @@ class Continuation:
     chunk: list[int]
     about: Row = field(default_factory=dict)
 
-    def start(self, model: Any, prefilled: DynamicCache) -> Callable[[Policy | None], Row]:
+    def start(self, model: Any, context: Context) -> Callable[[Policy | None], Row]:
         """Measure policies over one prefill; None is dense attention."""
-        dense = score_chunk(model, prefilled, self.chunk, None).log_probs
+        dense = score_chunk(model, context.cache, self.chunk, None).log_probs
         told = torch.tensor(self.chunk[1:], device=model.device)
 
         def nll(log_probs: Tensor) -> float:
             return float(-log_probs[:-1].gather(1, told[:, None]).mean())
 
         def measure(policy: Policy | None) -> Row:
-            chunk = ChunkResult(dense) if policy is None else score_chunk(model, prefilled, self.chunk, policy)
+            chunk = ChunkResult(dense)
+            if policy is not None:
+                chunk = score_chunk(model, context.cache, self.chunk, policy, observed=context.observed)
             kl = (dense.exp() * (dense - chunk.log_probs)).sum(-1)
             return {
                 "kl": float(kl.mean()),

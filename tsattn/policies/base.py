@@ -25,6 +25,26 @@ class Pages:
     page_table: Tensor
 
 
+OBSERVED_QUERIES = 64
+"""Of the end of the context, that policies may ask for."""
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What one layer's attention did while the context of L tokens was read.
+
+    Attributes
+    ----------
+    queries : Tensor
+        [W, HQ, D], those of the last W tokens, at most :data:`OBSERVED_QUERIES`.
+    received : Tensor
+        [HQ, L] fp32, the attention weights that a token got from all queries, added up.
+    """
+
+    queries: Tensor
+    received: Tensor
+
+
 @dataclass(frozen=True)
 class Step:
     """Queries of one layer, each with what it may see.
@@ -41,6 +61,10 @@ class Step:
         [R] int32.
     options : dict
         softmax_scale, softcap and sinks of :func:`tsattn.attend_pages`.
+    layers : tuple of int
+        All full-attention layers of the model.
+    observed : Observed or None
+        Of the context, for policies that ask for it (``observes``).
     """
 
     layer: int
@@ -49,6 +73,13 @@ class Step:
     values: Tensor
     seq_lens: Tensor
     options: dict[str, Any]
+    layers: tuple[int, ...] = ()
+    observed: Observed | None = None
+
+    @property
+    def context(self) -> int:
+        """Tokens before the first row's own."""
+        return int(self.seq_lens[0]) - 1
 
     def pages(self, page_size: int) -> Pages:
         """The keys and values cut into pages; the table is one row seen R times."""
@@ -65,6 +96,16 @@ class Step:
         by_row: Tensor = logits.view(heads_kv, self.q.shape[0], -1, length).transpose(0, 1).flatten(1, 2)
         hidden = torch.arange(length, device=self.q.device) >= self.seq_lens[:, None]
         return by_row.masked_fill_(hidden[:, None], -torch.inf)
+
+    def weights(self, logits: Tensor) -> Tensor:
+        """Attention weights [..., HQ, L] of scaled logits, capped here; what sinks take is missing from the sum."""
+        cap, sinks = self.options.get("softcap", 0.0), self.options.get("sinks")
+        if cap > 0.0:
+            logits = torch.where(logits.isfinite(), cap * torch.tanh(logits / cap), logits)
+        if sinks is None:
+            return torch.softmax(logits, -1)
+        beside = sinks.float()[:, None].expand(*logits.shape[:-1], 1)
+        return torch.softmax(torch.cat((logits, beside), -1), -1)[..., :-1]
 
 
 @dataclass(frozen=True)
@@ -97,6 +138,11 @@ class Policy(Protocol):
     """Which pages each query of a step reads."""
 
     @property
+    def observes(self) -> bool:
+        """Whether steps need what was observed while the context was read."""
+        ...
+
+    @property
     def config(self) -> SparseConfig:
         """Page size, budget and forced pages."""
         ...
@@ -126,6 +172,7 @@ class ScoredPages:
 
     config: SparseConfig
     scores: Callable[[Step, SparseConfig], Tensor]
+    observes = False
 
     def __post_init__(self) -> None:
         default = SparseConfig()

@@ -29,6 +29,7 @@ class QueryAware:
     config: SparseConfig
     metric: Mapping[int, Tensor] = field(default_factory=dict)
     chosen: dict[int, PageSelection] = field(default_factory=dict)
+    observes = False
 
     def __post_init__(self) -> None:
         if self.config.reselect_every > 1:
@@ -54,6 +55,12 @@ class QueryAware:
         self.chosen[step.layer] = found.selection
         return Attended(found.out, found.selection, config.page_size, statistics_bytes(step, config))
 
+    def _budget(
+        self, step: Step, pages: Pages, stats: Tensor, beside: Mapping[str, Tensor | None], config: SparseConfig
+    ) -> Tensor | None:
+        """Tokens per row [R] int32; None is the configuration's budget for all."""
+        return None
+
     def _sparse_step(self, step: Step, pages: Pages, config: SparseConfig) -> Any:
         size = config.page_size
         own = _with_own_last_page(pages, step.seq_lens, size)
@@ -73,6 +80,7 @@ class QueryAware:
         metric = self.metric.get(step.layer) if weighted else None
         rebuild_page_stats(own.k_cache, stats, every, fills, kind=config.kind, metric=metric, **beside)
         options = {**beside, **step.options, "config": config, "return_selection": True}
+        options["budget"] = self._budget(step, own, stats, beside, config)
         return sparse_decode(step.q, own.k_cache, own.v_cache, stats, own.page_table, step.seq_lens, **options)
 
 
