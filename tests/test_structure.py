@@ -16,6 +16,7 @@ TESTS = sorted((ROOT / "tests").rglob("*.py"))
 ARROWS = {
     "selection": set(),
     "scratch": set(),
+    "marks": set(),  # whoever runs a part of a step tells it; only the profiler listens
     "summaries": set(),
     "quantisation": set(),
     "config": {"summaries"},
@@ -24,7 +25,7 @@ ARROWS = {
     "checks": {"checks_statistics", "checks_tensor", "quantisation", "selection", "summaries"},
     "checks_step": {"checks_tensor"},
     "contents": {"selection"},
-    "dispatch": {"scratch", "summaries"},
+    "dispatch": {"marks", "scratch", "summaries"},
     "library": {"contents", "dispatch", "scratch", "selection"},
     "workspace": {"config", "dispatch", "scratch", "selection"},
     "certificate": {"selection", "summaries"},
@@ -34,10 +35,10 @@ ARROWS = {
     "cost_append": {"cost"},
     "cost_refine": {"cost", "cost_kernels"},
     "cost_plans": {"cost", "cost_attend", "cost_kernels", "cost_refine"},
-    "reference": {"quantisation", "selection", "summaries"},
-    "torch_path": {"quantisation", "selection", "summaries"},
+    "reference": {"marks", "quantisation", "selection", "summaries"},
+    "torch_path": {"marks", "quantisation", "selection", "summaries"},
     "tuning": set(),
-    "kernels": {"quantisation", "scratch", "selection", "summaries", "tuning"},
+    "kernels": {"marks", "quantisation", "scratch", "selection", "summaries", "tuning"},
     "ops": {"checks", "checks_step", "dispatch", "library", "selection", "summaries", "workspace"},
     "attention": {"checks", "dispatch", "library", "selection", "workspace"},
     "decode": {
@@ -70,11 +71,14 @@ ARROWS = {
     },
     "testing": {"kernels", "quantisation", "reference", "scratch", "selection", "summaries", "tuning"},
     "policies": {"attention", "cache", "config", "cost", "decode", "ops", "selection", "summaries"},
-    "integrations": {"attention", "cache", "config", "decode", "dispatch", "library", "ops", "reuse", "selection"},
+    "integrations": {
+        *("attention", "cache", "config", "decode", "dispatch", "library", "marks", "ops", "reuse", "selection"),
+    },
     # What finds a configuration for a model: a function of the library that loads its tools when it is called.
     "calibration": {"config", "evaluation"},
     # The command that tunes launches the stages; tuning itself gets the launches as functions, so no kernel depends on it.
     "tune": {"kernels", "testing", "tuning"},
+    "profiling": {"marks", "quantisation"},
     "evaluation": {"config", "integrations", "policies", "selection"},
     "demo": {"__init__", "cache", "config", "evaluation", "integrations", "library", "ops", "selection", "summaries"},
     "__main__": {"__init__", "demo", "evaluation", "tune"},

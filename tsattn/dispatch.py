@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tsattn import marks
 from tsattn.scratch import Scratch
 from tsattn.summaries import SUMMARIES
 
@@ -87,10 +88,14 @@ def run(impl: str, stage: str, *tensors: Tensor | None, scratch: Scratch | None 
     for part in _STEP if stage == "decode" else (stage,):
         _last[part] = _last["any"] = impl
         _counts[part, impl] += 1
+    listener = marks.listener
+    if listener is not None:
+        listener.begin(stage, impl, tensors, options)
     device = next(t.device.type for t in tensors if t is not None)
     if not torch.is_autocast_enabled(device):
         function(*tensors, **options)
-        return
-    # An autocast region would multiply in bf16 what an implementation has widened to fp32 on purpose.
-    with torch.autocast(device, enabled=False):
-        function(*tensors, **options)
+    else:  # an autocast region would multiply in bf16 what an implementation has widened to fp32 on purpose
+        with torch.autocast(device, enabled=False):
+            function(*tensors, **options)
+    if listener is not None:
+        listener.end()

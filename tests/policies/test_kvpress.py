@@ -12,7 +12,8 @@ from tsattn.policies.pyramidkv import layer_budget
 
 PACKAGE = "kvpress"
 pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec(PACKAGE) is None, reason=f"optional: {PACKAGE}, which `make test` installs without its dependencies"
+    importlib.util.find_spec(PACKAGE) is None,
+    reason=f"optional: {PACKAGE}, which `make test` installs without its dependencies",
 )
 BUDGET, LAYERS, LONG = 90, 4, 400
 
@@ -84,5 +85,3 @@ def test_pyramidkv_keeps_the_same_tokens():
         there = world(layers=tuple(range(LAYERS)), layer=layer, context=LONG)
         kept = of_context(kept_by("pyramidkv", there.step, 80), LONG)
         assert kept == best(scores_of(kvpress.PyramidKVPress(), there, LONG), layer_budget(80, layer, LAYERS, LONG))
-
-

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from tsattn import marks
 from tsattn.attention import attend_pages, dense_decode
 from tsattn.dispatch import last_path
 from tsattn.integrations.hf_cache import PagedLayer
@@ -70,6 +71,7 @@ def _decode(layer: PagedLayer, query: Tensor, scale: float, softcap: float, sink
     """One token per row: [B, HQ, D] -> [B, HQ, D]."""
     pool, config = layer.pool, layer.config
     assert pool is not None
+    marks.layer(layer.layer_idx)
     page_table, seq_lens = pool.tables(layer.seqs)
     caches = (query, pool.k_cache, pool.v_cache)
     options: dict[str, Any] = {"softmax_scale": scale, "softcap": softcap, "sinks": sinks}

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
+from tsattn import marks
 from tsattn.cache import PagedKVCache
 from tsattn.config import SparseConfig
 from tsattn.integrations.hf_mask import MaskReader, move_left
@@ -293,6 +294,7 @@ class PagedLayer(DynamicLayer):  # type: ignore[misc]
         k, v = keys.transpose(1, 2), values.transpose(1, 2)
         if min(real) < new:
             k, v = move_left(k, real), move_left(v, real)
+        marks.layer(self.layer_idx)
         self.pool.append(self.seqs, k, v, lengths=real)
 
     def _dense_copy(self) -> tuple[Tensor, Tensor]:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import triton
 
+from tsattn import marks
 from tsattn.kernels.attend import attend_grid, attend_lists
 from tsattn.kernels.attend_split import attend_arguments, attend_config, max_splits, partial_pieces, split_counts_piece
 from tsattn.kernels.fused_attend import _attend_merge_kernel
@@ -182,6 +183,7 @@ def _two(step: _Step) -> None:
         num_warps=score_config.num_warps,
         num_stages=score_config.num_stages,
     )
+    marks.part("attend")
     _attend_merge_kernel[attend_grid(step.num_rows, shape, splits)](
         tensors,
         step.counters,
@@ -229,6 +231,8 @@ def _row(step: _Step) -> None:
 
 
 _FUSED = {"two": _two, "ticket": _ticket, "row": _row}
+_FIRST_LAUNCH = {"two": "score+select", "ticket": "score+select+attend", "row": "score+select+attend"}
+"""What a plan's first launch does."""
 
 
 def sparse_decode(
@@ -317,6 +321,7 @@ def sparse_decode(
         num_pages,
     )
     if refine_pages is not None and coarse_stats is not None and coarse_stats_scale is not None:
+        marks.part("score")
         refined_lists(
             q,
             page_stats,
@@ -334,7 +339,9 @@ def sparse_decode(
             group_reduce=group_reduce,
         )
     elif plan == "separate":
+        marks.part("score")
         score_pages(q, page_stats, page_table, seq_lens, scores, scratch=scratch, **score_options)
+        marks.part("select")
         with on_device_of(q):
             if top_p is not None:
                 select = replace(select, keep=pages_for_mass(select, top_p, scratch))
@@ -360,7 +367,9 @@ def sparse_decode(
     growing = select.growing()._replace(splits=attend[3])
     with on_device_of(q):
         if plan == "separate":
+            marks.part("attend")
             attend_lists(num_rows, growing, *attend[:3])
         else:
             score = score_arguments(q, page_stats, page_table, seq_lens, scores, **score_options)
+            marks.part(_FIRST_LAUNCH[plan])
             _FUSED[plan](_Step(num_rows, score, select, attend, growing, counters))

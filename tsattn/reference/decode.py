@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tsattn import marks
 from tsattn.reference.attend import attend_pages
 from tsattn.reference.score import score_pages
 from tsattn.reference.select import select_pages
@@ -50,6 +51,7 @@ def sparse_decode(
     ranking: dict[str, Any] = {"kind": kind, "box_scale": box_scale, "group_reduce": group_reduce}
     ranking |= {"page_stats_scale": page_stats_scale, "page_stats_weight": page_stats_weight}
     forced: dict[str, Any] = {"sink_pages": sink_pages, "recent_pages": recent_pages}
+    marks.part("score")
     score_pages(q, page_stats, *paged, scores, page_size=page_size, softmax_scale=softmax_scale, **ranking)
     among = None
     if refine_pages is not None and coarse_stats is not None:
@@ -60,5 +62,7 @@ def sparse_decode(
         width = min(refine_pages, page_table.shape[1])
         among = PageSelection(page_ids.new_empty(*page_ids.shape[:2], width), torch.empty_like(page_counts))
         select_pages(coarse, seq_lens, *among, page_size=page_size, budget=None, top_p=None, **forced)
+    marks.part("select")
     select_pages(scores, seq_lens, *lists, page_size=page_size, budget=budget, top_p=top_p, **forced, among=among)
+    marks.part("attend")
     attend_pages(q, k_cache, v_cache, *paged, *lists, out, lse, softmax_scale=softmax_scale, window=None, **attention)

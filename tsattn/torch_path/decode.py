@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tsattn import marks
 from tsattn.selection import NO_PAGE
 from tsattn.torch_path.attend import Options, attend_row, attend_to_all, attend_to_lists
 from tsattn.torch_path.blocks import row_pages
@@ -65,6 +66,7 @@ def sparse_decode(
         row = row_pages(page_table[r, :num_pages])
         if kept == num_pages and top_p is None:
             page_ids[r, :, :kept] = torch.arange(kept, device=q.device)
+            marks.part("attend")
             attend_to_all(q[r], k_cache, v_cache, row, 0, length, options, (out[r], lse[r]))
             continue
         ranking: dict[str, Any] = {
@@ -74,6 +76,7 @@ def sparse_decode(
             "softmax_scale": softmax_scale,
             "group_reduce": group_reduce,
         }
+        marks.part("score")
         candidates: Tensor | None = None
         if coarse_stats is not None and refine_pages is not None and refine_pages < num_pages:
             stored = page_stats, page_stats_scale, page_stats_weight, coarse_stats, coarse_stats_scale
@@ -81,15 +84,18 @@ def sparse_decode(
         else:
             beside: dict[str, Any] = {"page_stats_scale": page_stats_scale, "page_stats_weight": page_stats_weight}
             scores = score_row(q[r], page_stats, row, length, **ranking, **beside)
+        marks.part("select")
         if top_p is not None:
             ids, counts = select_by_mass(scores, kept, top_p, **forced, width=kept)
             if candidates is not None:
                 ids = torch.where(ids >= 0, candidates.gather(1, ids.clamp_min(0)), NO_PAGE)
             page_ids[r, :, :kept], page_counts[r] = ids, counts.int()
+            marks.part("attend")
             attend_row(q[r], k_cache, v_cache, page_table[r], length, ids, counts, None, options, (out[r], lse[r]))
             continue
         pages = select_row(scores, kept, **forced)
         pages = pages if candidates is None else candidates.gather(1, pages)
         page_ids[r, :, :kept] = pages
         read = kept * page_size - (num_pages * page_size - length)  # the last page is kept, and is the only partial one
+        marks.part("attend")
         attend_to_lists(q[r], k_cache, v_cache, row.physical(pages), read, None, options, (out[r], lse[r]))

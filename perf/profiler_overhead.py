@@ -1,0 +1,114 @@
+"""What a Profiler costs: decode steps with and without one, in turn, on a CPU.
+
+    python perf/profiler_overhead.py --out perf/results/cpu/profiler.jsonl
+
+A round is a step of all layers without a profiler, one within its block, and one without again; the order turns. The overhead
+is the median over rounds of a profiled step's time over the mean of the two beside it, the control that of the two over each
+other. The block is entered once per round, outside of the times, as a user would around a whole generation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+import tsattn
+from tsattn.demo.report import machine
+from tsattn.profiling import Profiler
+
+SHAPES = {"llama-3.1-8b": (32, 8, 128), "gemma-3-270m": (4, 1, 256)}
+
+
+def parse() -> argparse.Namespace:
+    """The options."""
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--contexts", type=int, nargs="+", default=[8192, 32768], metavar="TOKENS")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=400)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--out", type=Path, default=Path("out/profiler.jsonl"), metavar="FILE")
+    return parser.parse_args()
+
+
+def caches_of(config: tsattn.SparseConfig, layers: int, context: int, heads: int, dim: int, rounds: int) -> list[Any]:
+    """A filled cache per layer, with room for the tokens of all rounds."""
+    pages = -(-(context + 3 * rounds) // config.page_size)
+    found = []
+    for _ in range(layers):
+        cache = tsattn.PagedKVCache.from_config(config, pages, heads, dim, dtype=torch.float32)
+        seqs = cache.allocate(1)
+        cache.append(seqs, *torch.randn(2, 1, context, heads, dim))
+        found.append((cache, seqs))
+    return found
+
+
+def step(caches: list[Any], q: torch.Tensor, new: torch.Tensor, config: tsattn.SparseConfig) -> float:
+    """Seconds of one decode step through all layers."""
+    start = time.perf_counter()
+    for cache, seqs in caches:
+        cache.append(seqs, *new)
+        cache.sparse_decode(seqs, q, config=config)
+    return time.perf_counter() - start
+
+
+def measure(name: str, context: int, args: argparse.Namespace) -> dict[str, Any]:
+    """One shape and context."""
+    heads_q, heads_kv, dim = SHAPES[name]
+    config = tsattn.SparseConfig()
+    caches = caches_of(config, args.layers, context, heads_kv, dim, args.rounds)
+    q, new = torch.randn(1, heads_q, dim), torch.randn(2, 1, 1, heads_kv, dim)
+    overheads, controls, plain = [], [], []
+    for i in tqdm(range(args.rounds), desc=f"{name}, {context} tokens", unit="round", leave=False):
+        times = {}
+        for way in ("before", "profiled", "after") if i % 2 else ("after", "profiled", "before"):
+            if way == "profiled":
+                with Profiler():
+                    times[way] = step(caches, q, new, config)
+            else:
+                times[way] = step(caches, q, new, config)
+        beside = (times["before"] + times["after"]) / 2
+        overheads.append(times["profiled"] / beside - 1.0)
+        controls.append(times["before"] / times["after"] - 1.0)
+        plain.append(beside)
+    return {
+        "model": name,
+        "heads": f"{heads_q}/{heads_kv}/{dim}",
+        "context": context,
+        "layers": args.layers,
+        "rounds": args.rounds,
+        "step_seconds": statistics.median(plain),
+        "overhead": statistics.median(overheads),
+        "overhead_quartiles": statistics.quantiles(overheads, n=4),
+        "control": statistics.median(controls),
+        "machine": machine(torch.device("cpu")),
+        "command": "python perf/profiler_overhead.py",
+    }
+
+
+def main() -> None:
+    """Measure, write, and print a table."""
+    args = parse()
+    torch.set_num_threads(args.threads)
+    rows = [measure(name, context, args) for name in SHAPES for context in args.contexts]
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    print("| HQ/HKV/D | context | step, ms | overhead | quartiles | control |\n|---|---:|---:|---:|---:|---:|")
+    for row in rows:
+        low, _, high = row["overhead_quartiles"]
+        print(
+            f"| {row['heads']} | {row['context']:,} | {row['step_seconds'] * 1e3:.2f} | {row['overhead']:+.2%} "
+            f"| {low:+.1%} to {high:+.1%} | {row['control']:+.2%} |"
+        )
+
+
+if __name__ == "__main__":
+    main()
