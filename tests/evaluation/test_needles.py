@@ -8,7 +8,7 @@ import pytest
 from tests.evaluation.conftest import PARAGRAPHS
 from tests.evaluation.test_haystack import BOS, decode, encode
 from tsattn.evaluation.haystack import running_text
-from tsattn.evaluation.needles import HARD, KINDS, Facts, depths, hide, pass_key
+from tsattn.evaluation.needles import DIAGNOSTICS, KINDS, SEEN, TOLD, Facts, depths, hide, pass_key
 from tsattn.evaluation.tasks import TaskMaker
 
 TEXT = partial(running_text, encode, PARAGRAPHS, 3)
@@ -39,8 +39,20 @@ def test_answers_are_in_the_asked_fact_only():
             facts = pass_key(kind, seed)
             assert facts.answer in facts.asked
             assert not any(facts.answer in other for other in facts.others)
-            assert facts.asked.count(facts.answer) == (1 if kind in HARD else 2)
+            assert facts.asked.count(facts.answer) == (2 if kind == "standard" else 1)
             assert facts.asked.replace("\n", " ").startswith(facts.question)
+
+
+def test_diagnostics_are_what_they_are_called():
+    for seed in range(20):
+        passage, rare, aliased = (pass_key(kind, seed) for kind in DIAGNOSTICS)
+        assert len(passage.question.split()) == SEEN
+        assert len(passage.answer.split()) == TOLD
+        assert f"{passage.question} {passage.answer} ".strip() in passage.asked.replace("\n", " ")
+        assert len(set(passage.asked.split())) == len(passage.asked.split())
+        assert rare.answer.isalpha()
+        assert len({tuple(sorted(fact.split()[4])) for fact in (aliased.asked, *aliased.others)}) == 1
+        assert len({fact.split()[4] for fact in (aliased.asked, *aliased.others)}) == 8
 
 
 def test_a_seed_decides_key_and_text():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +13,16 @@ SHORT = "\nThe pass key is {key}.\n"
 NAMED = "\nThe pass key of {name} is {key}.\n"
 NAMES = ("Anna", "Boris", "Clara", "David")
 THINGS = ("room", "ticket", "order", "flight", "account", "invoice", "phone", "locker")
+ALIASED = "\nThe code of locker {name} is {key}.\n"
+RARE = "\nThe word of the day is {word}.\n"
+WORDS = (
+    *("apple", "river", "stone", "cloud", "table", "green", "horse", "paper", "light", "chair", "bread", "water"),
+    *("house", "tree", "glass", "music", "road", "night", "field", "ship", "sand", "door", "wind", "bird"),
+    *("clock", "milk", "train", "salt", "leaf", "snow", "gold", "fish", "hand", "star", "wall", "book"),
+)
+SEEN, TOLD = 12, 6
+"""Words of a repeated passage that the question repeats, and that the answer must."""
+SYLLABLES = 5
 
 
 @dataclass(frozen=True)
@@ -61,15 +72,41 @@ def _several(rng: random.Random) -> Facts:
     return Facts(NAMED.format(name=name, key=key), others, f" The pass key of {name} is", key)
 
 
+def _repetition(rng: random.Random) -> Facts:
+    """Words in no order: only the passage says what follows."""
+    words = rng.sample(WORDS, SEEN + 2 * TOLD)
+    asked, answer = words[:SEEN], words[SEEN : SEEN + TOLD]
+    return Facts(f"\n{' '.join(words)}.\n", [], f" {' '.join(asked)}", " ".join(answer))
+
+
+def _rare(rng: random.Random) -> Facts:
+    """A word that no text had before: its tokens follow each other nowhere else."""
+    word = "".join(rng.choice("bdfgklmnprstvz") + rng.choice("aeiou") for _ in range(SYLLABLES))
+    return Facts(RARE.format(word=word), [], " The word of the day is", word)
+
+
+def _aliasing(rng: random.Random) -> Facts:
+    """Eight lockers whose names are the same letters: keys that resemble each other, of which one is right."""
+    name, *rest = ("".join(letters) for letters in rng.sample(list(itertools.permutations("ABCD")), 8))
+    key = _key(rng)
+    others = [ALIASED.format(name=other, key=_key(rng)) for other in rest]
+    return Facts(ALIASED.format(name=name, key=key), others, f" The code of locker {name} is", key)
+
+
 KINDS: dict[str, Callable[[random.Random], Facts]] = {
     "standard": _standard,
     "short": _short,
     "distractors": _distractors,
     "several": _several,
+    "repetition": _repetition,
+    "rare": _rare,
+    "aliasing": _aliasing,
 }
 """standard: a key named twice in one sentence of 25 tokens. The hard ones: a single mention; that among eight other
 five-digit numbers; four people's keys, of which one is asked."""
 HARD = ("short", "distractors", "several")
+DIAGNOSTICS = ("repetition", "rare", "aliasing")
+"""The three that TinyServe's paper names: a passage that begins again, a rare word, and keys that resemble each other."""
 
 
 Text = Callable[[int], list[int]]
