@@ -50,7 +50,7 @@ RECENT = (1, 2, 4, 8, 16)
 MASSES = (0.7, 0.8, 0.9, 0.95)
 FULL_LAYERS = (5, 11, 17)
 """Of Gemma 3 270M: those that attend to everything."""
-HEAT_SEEDS = {2048: (30,), 4096: (30,), 8192: (30,), 16384: (31, 32), 31744: (31, 32)}
+HEAT_SEEDS = {2048: (30,), 4096: (30,), 8192: (30,), 16384: (31, 32), 31744: (31,)}
 """Texts by context; two where dense attention misses facts."""
 METRIC_TOKENS = 2048
 """Of the first context, on which the metric of centroids is measured."""
@@ -111,8 +111,10 @@ def defaults() -> list[Spec]:
     """Candidates for the defaults: at most a twelfth of the bytes at 16K."""
     options = {
         "mean int8, max, 1024": "parts=1,budget=1024",
+        "mean int8, mix, 1024": "parts=1,budget=1024,reduce=mix",
         "halves int8, max, 768": "parts=2,budget=768",
         "halves int8, mix, 768": "parts=2,budget=768,reduce=mix",
+        "halves int8, softmax, 768": "parts=2,budget=768,reduce=softmax",
         "quarters int8, max, 304": "parts=4,budget=304",
         "quarters int8, mix, 304": "parts=4,budget=304,reduce=mix",
         "halves int8, 128 refined, max, 768": "parts=2,budget=768,refine_pages=128",
