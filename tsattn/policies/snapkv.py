@@ -29,10 +29,12 @@ def window_weights(step: Step, window: int) -> Tensor:
 
 def votes(step: Step) -> Tensor:
     """Smoothed weights of the tokens before the window, [HKV, L0]; infinite in it."""
-    window = min(OBSERVED_QUERIES, step.context)
+    window, heads = OBSERVED_QUERIES, step.keys.shape[0]
+    if step.context <= window:
+        return step.keys.new_full((heads, step.context), torch.inf)
     weights = window_weights(step, window)[..., : step.context - window].mean(1)
-    smooth = F.avg_pool1d(weights[:, None], KERNEL, stride=1, padding=KERNEL // 2)[:, 0] if weights.numel() else weights
-    return F.pad(by_group(smooth, step.keys.shape[0]).mean(1), (0, window), value=torch.inf)
+    smooth = F.avg_pool1d(weights[:, None], KERNEL, stride=1, padding=KERNEL // 2)[:, 0]
+    return F.pad(by_group(smooth, heads).mean(1), (0, window), value=torch.inf)
 
 
 def _keep(step: Step, budget: int) -> Tensor:

@@ -1,0 +1,169 @@
+"""LongBench's format from a folder: templates, the cut middle, greedy answers under a policy, scores, refusals."""
+
+import json
+
+import pytest
+import torch
+
+from tests.evaluation.tiny import save_tiny_model
+from tests.integrations.models import CACHE, build, prompts
+from tsattn import SparseConfig
+from tsattn.__main__ import main
+from tsattn.evaluation import grid, longbench, model
+from tsattn.evaluation.generation import draft, stop_tokens, write
+from tsattn.evaluation.reading import Prefiller, snapshot
+from tsattn.integrations import hf
+from tsattn.policies import POLICIES
+
+TEMPLATES = {
+    "hotpotqa": "Read: {context}\nAsk: {input}\nSay:",
+    "trec": "Kinds.\n{context}\n{input}",
+    "lcc": "Code:\n{context}Next:\n",
+}
+CONFIG = SparseConfig(page_size=4, token_budget=24, recent_pages=1)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Two datasets of two questions."""
+    path = tmp_path_factory.mktemp("longbench")
+    (path / "dataset2prompt.json").write_text(json.dumps(TEMPLATES))
+    (path / "dataset2maxlen.json").write_text(json.dumps({"hotpotqa": 6, "trec": 5, "lcc": 4}))
+    qa = [{"input": f"who {i}?", "context": "some text " * 20, "answers": ["he", "she"], "_id": f"q{i}"} for i in range(2)]
+    (path / "hotpotqa.jsonl").write_text("".join(json.dumps(record) + "\n" for record in qa))
+    kinds = [{"input": "Type:", "context": "x" * 50, "answers": ["City"], "all_classes": ["City", "Food"]}]
+    (path / "trec.jsonl").write_text("".join(json.dumps(record) + "\n" for record in kinds))
+    return path
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory):
+    where = save_tiny_model(tmp_path_factory.mktemp("tiny"), "gemma3")
+    return model.load(where, cache=where, dtype=torch.float32, device=torch.device("cpu"))
+
+
+def test_templates_are_filled_and_cut_at_the_context(folder, loaded):
+    first, second, kind = longbench.tasks(loaded, folder, ["hotpotqa", "trec"], context=4000)
+    assert loaded.decode(first.context[1:]) == "Read: " + "some text " * 20
+    assert loaded.decode(first.chunk) == "\nAsk: who 0?\nSay:"
+    assert loaded.decode(second.chunk) == "\nAsk: who 1?\nSay:"
+    assert loaded.decode(kind.chunk) == "\nType:"
+    assert (first.most, kind.most) == (6, 5)
+    assert first.about == {"task": "longbench", "dataset": "hotpotqa", "id": "q0", "context": 207, "model": loaded.name}
+    assert first.score("He") == 1.0
+    assert kind.score("\nCity\nFood") == 1.0  # the first line counts
+
+
+def test_what_is_too_long_loses_its_middle(folder, loaded):
+    (task, _) = longbench.tasks(loaded, folder, ["hotpotqa"], context=41)
+    text = "Read: " + "some text " * 20
+    assert loaded.decode(task.context[1:]) == text[:20] + text[-20:]
+    assert len(task.context) == 41
+    assert len(longbench.tasks(loaded, folder, ["hotpotqa"], context=41, limit=1)) == 1
+
+
+def step_by_step(net, prefilled, told, config, most):
+    """Greedy tokens of decoding one by one through the integration."""
+    cache = hf.make_cache(net.config, config, from_cache=prefilled)
+    written, feed = [], list(told)
+    with hf.sparse(net, config), torch.inference_mode():
+        while len(written) < most:
+            for token in feed:
+                logits = net(input_ids=torch.tensor([[token]]), **{CACHE: cache}).logits[0, -1]
+            feed = [int(logits.argmax())]
+            written += feed
+    return written
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_answers_are_what_decoding_one_by_one_writes(name):
+    net = build(name)
+    tokens = prompts([160])[0][0].tolist()
+    context = Prefiller(net, 64, progress=False).read(tokens[:150])
+    told = tokens[150:]
+    found, result = write(net, context, told, POLICIES["tsattn"](CONFIG), most=20, stop=frozenset())
+    assert found == step_by_step(net, snapshot(context.cache), told, CONFIG, 20)
+    dense, nothing = write(net, context, told, None, most=20, stop=frozenset())
+    assert nothing is None
+    assert dense == draft(net, context, told, 20, frozenset())
+    assert name != "llama" or dense != found  # or this shows nothing
+    assert result.bytes_share < 1.0
+
+
+def test_an_answer_ends_where_it_ends():
+    net = build("llama")
+    tokens = prompts([160])[0][0].tolist()
+    context = Prefiller(net, 64, progress=False).read(tokens[:150])
+    policy = POLICIES["tsattn"](CONFIG)
+    whole, _ = write(net, context, tokens[150:], policy, most=20, stop=frozenset())
+    stop = whole[7]
+    first = whole.index(stop)
+    assert write(net, context, tokens[150:], policy, most=20, stop=frozenset([stop]))[0] == whole[: first + 1]
+    assert write(net, context, tokens[150:], policy, most=3, stop=frozenset())[0] == whole[:3]
+    with pytest.raises(ValueError, match="go on from"):
+        write(net, context, [], policy, most=3, stop=frozenset())
+
+
+def test_stop_tokens_are_those_of_the_generation_configuration(loaded):
+    assert stop_tokens(loaded.model, loaded.tokenizer) == {loaded.tokenizer.eos_token_id}
+
+
+@pytest.mark.parametrize("policy", ["tsattn", "h2o", "snapkv"])
+def test_a_grid_scores_every_policy(folder, loaded, tmp_path, policy):
+    from tsattn.evaluation.specs import parse_spec
+
+    tasks = longbench.tasks(loaded, folder, ["hotpotqa", "trec"], context=150)
+    options = "budget=32" + (",page_size=4,recent=1" if policy == "tsattn" else "")
+    rows = grid.measure_grid(loaded.model, tasks, [parse_spec(f"{policy}:{options}")], path=tmp_path / "rows", progress=False)
+    assert len(rows) == 3 * 2
+    assert all(0.0 <= row["score"] <= 1.0 and isinstance(row["answer"], str) for row in rows)
+    assert all(row["bytes_share"] < 1.0 for row in rows if row["policy"] != "dense")
+
+
+def test_the_command(folder, tmp_path, capsys):
+    where = save_tiny_model(tmp_path / "tiny")
+    options = ["--model", str(where), "--longbench", str(folder), "--contexts", "120", "--out", str(tmp_path / "out")]
+    assert main(["eval", *options, "--limit", "1", "--policy", "tsattn:page_size=4,budget=32,recent=1"]) == 0
+    report = (tmp_path / "out" / "report.md").read_text()
+    assert "## LongBench" in report
+    assert "|policy|hotpotqa|trec|mean|bytes|" in report
+    assert "Written" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"datasets": ["hotpot"]}, "did you mean 'hotpotqa'"),
+        ({"datasets": ["lcc"]}, "lcc.jsonl can't be read"),
+        ({"datasets": ["qasper"]}, "must name 'qasper'"),
+    ],
+)
+def test_what_is_not_there_is_said(folder, loaded, change, message):
+    with pytest.raises(ValueError, match=message):
+        longbench.tasks(loaded, folder, change["datasets"], context=100)
+
+
+def test_broken_files_are_named(tmp_path, loaded):
+    with pytest.raises(ValueError, match="none of LongBench's files"):
+        longbench.present(tmp_path)
+    (tmp_path / "trec.jsonl").write_text('{"input": "a"}\n')
+    with pytest.raises(ValueError, match="folder `config`"):
+        longbench.tasks(loaded, tmp_path, ["trec"], context=100)
+    (tmp_path / "dataset2prompt.json").write_text('{"trec": "{context}"}')
+    (tmp_path / "dataset2maxlen.json").write_text('{"trec": 4}')
+    with pytest.raises(ValueError, match="line 1 has no field context, answers"):
+        longbench.tasks(loaded, tmp_path, ["trec"], context=100)
+    (tmp_path / "trec.jsonl").write_text("{broken\n")
+    with pytest.raises(ValueError, match="line 1 is no JSON"):
+        longbench.tasks(loaded, tmp_path, ["trec"], context=100)
+    (tmp_path / "dataset2prompt.json").write_text('{"trec": "{input}"}')
+    with pytest.raises(ValueError, match=r"has no \{context\}"):
+        longbench.tasks(loaded, tmp_path, ["trec"], context=100)
+
+
+def test_a_template_without_a_question_decodes_the_last_token(tmp_path, loaded):
+    (tmp_path / "dataset2prompt.json").write_text('{"trec": "{context}"}')
+    (tmp_path / "dataset2maxlen.json").write_text('{"trec": 4}')
+    (tmp_path / "trec.jsonl").write_text('{"input": "a", "context": "abc", "answers": ["x"]}\n')
+    (task,) = longbench.tasks(loaded, tmp_path, ["trec"], context=100)
+    assert (loaded.decode(task.context[1:]), loaded.decode(task.chunk)) == ("ab", "c")
