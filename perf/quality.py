@@ -153,6 +153,24 @@ def default_tasks(loaded: Any, paragraphs: list[str]) -> list[Task]:
     return tasks + [maker(loaded, paragraphs, 8192, seed).continuation(96) for seed in (31, 32, 33)]
 
 
+def proof() -> list[Spec]:
+    """The candidates that are left, on texts that chose none of them."""
+    halves = SUMMARIES["halves int8"]
+    found = [spec(f"halves int8, max, {budget}", f"{halves},budget={budget}") for budget in (512, 640, 768)]
+    found.append(spec("halves int8, mix, 768", f"{halves},budget=768,reduce=mix"))
+    return [*found, spec("paper, 768", "budget=768", "paper"), spec("oracle max, 768", "budget=768", "oracle-max")]
+
+
+def proof_tasks(loaded: Any, paragraphs: list[str]) -> list[Task]:
+    """Standard pass keys in other texts: four at 4K and 8K, two at 16K, eight depths each; two continued texts at 8K."""
+    tasks: list[Task] = []
+    for context, seeds in ((4096, (40, 41, 42, 43)), (8192, (40, 41, 42, 43)), (16384, (40, 41))):
+        for seed, (i, depth) in product(seeds, enumerate(needles.depths(8))):
+            make = maker(loaded, paragraphs, context, seed)
+            tasks.append(make.retrieval(needles.pass_key("standard", seed + i), "standard", depth))
+    return tasks + [maker(loaded, paragraphs, 8192, seed).continuation(96) for seed in (40, 41)]
+
+
 POLICIES: dict[str, Callable[[], list[Spec]]] = {
     "summaries": summaries,
     "budgets": budgets,
@@ -160,6 +178,7 @@ POLICIES: dict[str, Callable[[], list[Spec]]] = {
     "recent": recent,
     "levels": levels,
     "options": options,
+    "proof": proof,
     "defaults": defaults,
 }
 
@@ -187,7 +206,7 @@ def usual_tasks(loaded: Any, paragraphs: list[str]) -> list[Task]:
 def sweep(name: str, loaded: Any, paragraphs: list[str], out: Path, command: str) -> None:
     """Measure one of the sweeps and write its report."""
     folder = out / name
-    tasks = default_tasks(loaded, paragraphs) if name == "defaults" else usual_tasks(loaded, paragraphs)
+    tasks = {"defaults": default_tasks, "proof": proof_tasks}.get(name, usual_tasks)(loaded, paragraphs)
     specs, metric = POLICIES[name](), None
     if name != "options" and any(one.config.kind == "centroids" for one in specs):
         metric = query_variance(loaded.model, torch.tensor(tasks[0].context[:METRIC_TOKENS]))
