@@ -83,7 +83,9 @@ def sparse_decode(
             candidates, scores = refined_row(q[r], *stored, row, length, refine_pages=refine_pages, forced=forced, **ranking)
         else:
             beside: dict[str, Any] = {"page_stats_scale": page_stats_scale, "page_stats_weight": page_stats_weight}
-            scores = score_row(q[r], page_stats, row, length, **ranking, **beside)
+            # One place more than the list and what is forced into it: so selection sees a tie at the edge.
+            leading = None if top_p is not None else kept + sink_pages + recent_pages + 1
+            scores = score_row(q[r], page_stats, row, length, **ranking, **beside, leading=leading)
         marks.part("select")
         if top_p is not None:
             ids, counts = select_by_mass(scores, kept, top_p, **forced, width=kept)

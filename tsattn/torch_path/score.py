@@ -11,6 +11,7 @@ from torch.nn.functional import max_pool1d
 
 from tsattn.summaries import SUMMARIES, parts_of_full_page, sub_page_slots
 from tsattn.torch_path.blocks import RowPages, pieces, row_pages, stats_blocks
+from tsattn.torch_path.select import packed
 
 
 def _products(columns: Tensor, blocks: Tensor, row: RowPages, by_page: bool) -> Tensor:
@@ -87,6 +88,8 @@ def _head_scores(
 
 def _page_softmax(scores: Tensor) -> Tensor:
     """Softmax over the pages; unbounded pages (+inf) keep +inf and take no weight from the others."""
+    if bool(scores.amax(dim=-1).isfinite().all()):
+        return torch.softmax(scores, dim=-1)
     unbounded = scores == math.inf
     finite = scores.masked_fill(unbounded, -math.inf)
     top = finite.amax(dim=-1, keepdim=True).clamp_min(torch.finfo(scores.dtype).min)
@@ -95,11 +98,18 @@ def _page_softmax(scores: Tensor) -> Tensor:
     return share.masked_fill(unbounded, math.inf)
 
 
-def _ranks(scores: Tensor) -> Tensor:
-    """0-based position of every page in the order (score descending, page ascending)."""
-    order = scores.argsort(dim=-1, descending=True, stable=True)
-    places = torch.arange(scores.shape[-1], device=scores.device).expand_as(order)
-    return torch.empty_like(order).scatter_(-1, order, places)
+def _ranks(scores: Tensor, leading: int) -> Tensor:
+    """0-based position [H, P] of the ``leading`` pages in the order (score descending, page ascending); P behind them.
+
+    A few of many are found much faster than all are sorted.
+    """
+    num_pages = scores.shape[-1]
+    if leading < num_pages:
+        order = packed(scores).topk(leading, dim=-1).indices
+    else:
+        order = scores.argsort(dim=-1, descending=True, stable=True)
+    places = torch.arange(order.shape[-1], device=scores.device).expand_as(order)
+    return torch.full_like(scores, num_pages, dtype=torch.int64).scatter_(-1, order, places)
 
 
 def _bounded(scores: Tensor) -> Tensor:
@@ -107,7 +117,7 @@ def _bounded(scores: Tensor) -> Tensor:
     return scores.nan_to_num_(nan=math.inf, posinf=math.inf, neginf=-math.inf)
 
 
-def _reduce_group(scores: Tensor, group_reduce: str) -> Tensor:
+def _reduce_group(scores: Tensor, group_reduce: str, leading: int) -> Tensor:
     """Join the scores of the G query heads of a KV head, [HKV, P, G] -> [HKV, P] ("none": [HKV * G, P]); none is NaN."""
     heads_kv, _, group = scores.shape
     if group == 1 and group_reduce in ("max", "sum", "none"):
@@ -123,7 +133,7 @@ def _reduce_group(scores: Tensor, group_reduce: str) -> Tensor:
     if group_reduce == "softmax":
         return shares
     best = scores.amax(dim=1)
-    order = torch.minimum(2 * _ranks(best), 2 * _ranks(shares) + 1)
+    order = torch.minimum(2 * _ranks(best, leading), 2 * _ranks(shares, leading) + 1)
     return torch.where(best == math.inf, math.inf, -order.to(scores.dtype))
 
 
@@ -140,12 +150,13 @@ def score_row(
     group_reduce: str,
     page_stats_scale: Tensor | None,
     page_stats_weight: Tensor | None,
+    leading: int | None = None,
 ) -> Tensor:
-    """Scores [H, P] of one row's pages; q [HQ, D]."""
+    """Scores [H, P] of one row's pages; q [HQ, D]. With ``leading`` scores of "mix" are settled for so many best pages only."""
     grouped = q.float().reshape(page_stats.shape[1], -1, q.shape[1])  # [HKV, G, D]
     stored = page_stats, page_stats_scale, page_stats_weight
     per_head = _head_scores(grouped, *stored, row, length, page_size, kind, box_scale, softmax_scale)
-    return _reduce_group(per_head, group_reduce)
+    return _reduce_group(per_head, group_reduce, per_head.shape[1] if leading is None else leading)
 
 
 def score_pages(

@@ -20,7 +20,7 @@ def ordered_keys(scores: Tensor) -> Tensor:
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
 
 
-def _packed(scores: Tensor) -> Tensor:
+def packed(scores: Tensor) -> Tensor:
     """int64 [H, P], larger for better scores and, among equals, for lower pages."""
     return (ordered_keys(scores) << 32) | torch.arange(scores.shape[-1] - 1, -1, -1, device=scores.device)
 
@@ -45,7 +45,7 @@ def select_row(scores: Tensor, kept: int, *, sink_pages: int, recent_pages: int)
     scores[:, recent.start :].fill_(math.inf)
     values, order = scores.topk(kept + 1, dim=-1)
     if any(last == next_best for last, next_best in values[:, -2:].tolist()):  # a tie at the edge: the lowest pages win
-        keys = _packed(scores)
+        keys = packed(scores)
         keys[:, : sinks.stop] = keys[:, recent.start :] = torch.iinfo(torch.int64).max
         order = keys.topk(kept, dim=-1, sorted=False).indices
     return order[:, :kept].sort(dim=-1).values
@@ -59,7 +59,7 @@ def select_by_mass(
     sinks, recent = _forced(num_pages, kept, sink_pages, recent_pages)
     pages = torch.arange(num_pages, device=scores.device)
     forced = (pages >= recent.start) | ((pages >= sinks.start) & (pages < sinks.stop))
-    keys = torch.where(forced, torch.iinfo(torch.int64).max - pages, _packed(scores))
+    keys = torch.where(forced, torch.iinfo(torch.int64).max - pages, packed(scores))
     order = keys.argsort(dim=-1, descending=True)
     unbounded = scores.isnan() | (scores == math.inf)
     finite = scores.masked_fill(unbounded, -math.inf)
