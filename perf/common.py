@@ -76,6 +76,7 @@ def config_of(workload: Workload, plan: str = "auto") -> tsattn.SparseConfig:
         token_budget=workload.budget,
         kind=summary.kind,
         parts=summary.vectors,
+        group_reduce="max",
         stats_dtype=None,
         plan=plan,
     )

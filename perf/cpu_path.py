@@ -28,7 +28,7 @@ import tsattn
 from tsattn.demo.report import machine
 
 HEADS = {"32/8/128": (32, 8, 128), "4/1/256": (4, 1, 256)}
-LIKE_KEYS, WIDE = {"stats_dtype": None}, {"stats_dtype": torch.float32}
+LIKE_KEYS, WIDE = ({"group_reduce": "max", "stats_dtype": dtype} for dtype in (None, torch.float32))
 KINDS = {
     "minmax": {"kind": "minmax", **LIKE_KEYS},
     "means1": {"kind": "means", "parts": 1, **LIKE_KEYS},

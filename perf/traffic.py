@@ -136,6 +136,7 @@ def measure(workload: Workload, plan: str, dense_limit: int) -> dict[str, Any]:
         token_budget=workload.budget,
         kind=summary.kind,
         parts=summary.vectors,
+        group_reduce="max",
         stats_dtype=None,
         plan=plan,
     )

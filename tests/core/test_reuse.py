@@ -67,7 +67,7 @@ def test_a_reusing_step_selects_by_the_old_scores_and_the_new_lengths():
     decode, state = Decode(config), SelectionState(config)
     arguments = decode.step()
     state.sparse_decode(*arguments)
-    old = tsattn.score_pages(arguments[0], *arguments[3:], page_size=SIZE, kind="means")
+    old = tsattn.score_pages(arguments[0], *arguments[3:], page_size=SIZE, kind="means", group_reduce=config.group_reduce)
     for _ in range(3 * SIZE):  # the rows outgrow the pages that were scored, and the recent pages
         arguments = decode.step()
         result = state.sparse_decode(*arguments, return_selection=True)

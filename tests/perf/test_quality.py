@@ -54,6 +54,18 @@ def test_yardsticks_of_the_heat_map_read_as_many_bytes_as_the_defaults(context):
             assert spec.config.page_size + spent > spec.config.pages_kept * spec.config.page_size >= spent - context / 512
 
 
+@pytest.mark.parametrize("folder", sorted(path.name for path in RESULTS.iterdir() if path.name in quality.POLICIES))
+def test_committed_rows_are_of_the_policies_that_the_sweep_names(folder):
+    rows = grid.read_rows(RESULTS / folder / "rows.jsonl")
+    measured = {row["policy"]: said(row["name"], SparseConfig.from_dict(row["config"])) for row in rows if row["config"]}
+    assert measured == {spec.label: said(spec.name, spec.config) for spec in quality.POLICIES[folder]()}
+
+
+def said(name, config):
+    """What counts of a configuration: yardsticks have no statistics."""
+    return name, config if name in ("tsattn", "paper") else (config.token_budget, config.sink_pages, config.recent_pages)
+
+
 @pytest.mark.parametrize("folder", sorted(path.name for path in RESULTS.iterdir()))
 def test_committed_rows_are_whole(folder):
     rows = grid.read_rows(RESULTS / folder / "rows.jsonl")

@@ -24,14 +24,16 @@ def test_entropy_is_relative_to_that_of_equal_pages():
 
 
 @pytest.mark.parametrize("stats_dtype", [None, torch.int8])
-def test_rows_of_low_entropy_keep_half_as_many_tokens(stats_dtype):
+@pytest.mark.parametrize("reduce", ["max", "mix"])
+def test_rows_of_low_entropy_keep_half_as_many_tokens(stats_dtype, reduce):
     rng = torch.Generator().manual_seed(0)
     keys, values = torch.randn(2, 1, 200, 16, generator=rng)
     q = torch.randn(2, 2, 16, generator=rng)
     q[1] = 20 * keys[0, 40]  # one page takes it all
     lengths = torch.tensor([199, 200], dtype=torch.int32)
     step = Step(0, q, keys, values, lengths, {"softmax_scale": 0.25})
-    config = SparseConfig(page_size=4, token_budget=64, recent_pages=1, stats_dtype=stats_dtype)
+    options = {"stats_dtype": stats_dtype, "group_reduce": reduce}
+    config = SparseConfig(page_size=4, token_budget=64, recent_pages=1, **options)
     gated, plain = (make(config).attend(step) for make in (POLICIES["entropy-stop"], QueryAware))
     assert plain.selection.page_counts.tolist() == [[16], [16]]
     assert gated.selection.page_counts.tolist() == [[16], [8]]
@@ -40,7 +42,6 @@ def test_rows_of_low_entropy_keep_half_as_many_tokens(stats_dtype):
     assert 0.0 < THRESHOLD < 1.0
 
 
-@pytest.mark.parametrize("options", [{"group_reduce": "mix"}, {"refine_pages": 16}])
-def test_scores_that_have_no_entropy_are_refused(options):
+def test_scores_of_some_pages_have_no_entropy():
     with pytest.raises(ValueError, match="entropy"):
-        POLICIES["entropy-stop"](SparseConfig(page_size=4, token_budget=64, **options))
+        POLICIES["entropy-stop"](SparseConfig(page_size=4, token_budget=64, refine_pages=16))

@@ -1,8 +1,8 @@
 """EntropyStop, as TinyServe names it: a query whose attention is concentrated reads less.
 
 The paper gives the threshold, 0.5, and stops decoding early by it, which is an engine's business. Here it gates the budget: the
-entropy of the softmax over a row's page scores, over the log of the number of its pages, mean over its lists; a row below the
-threshold reads half the budget.
+entropy of the softmax over a row's page scores (of the best query head, where a list is shared by another rule), over the log
+of the number of its pages, mean over its lists; a row below the threshold reads half the budget.
 """
 
 from __future__ import annotations
@@ -34,9 +34,6 @@ class EntropyStop(QueryAware):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.config.group_reduce in NOT_LOGITS:
-            reduce = self.config.group_reduce
-            raise ValueError(f"the entropy is that of logits, which the scores of group_reduce={reduce!r} aren't")
         if self.config.refine_pages is not None:
             raise ValueError("the entropy is that of all pages, and refine_pages scores some")
 
@@ -51,7 +48,7 @@ class EntropyStop(QueryAware):
             page_size=config.page_size,
             kind=config.kind,
             box_scale=config.box_scale,
-            group_reduce=config.group_reduce,
+            group_reduce="max" if config.group_reduce in NOT_LOGITS else config.group_reduce,
             softmax_scale=step.options["softmax_scale"],
             page_stats_scale=beside["page_stats_scale"],
             page_stats_weight=beside["page_stats_weight"],
