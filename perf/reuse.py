@@ -45,9 +45,8 @@ def parse() -> argparse.Namespace:
 
 def variants(budget: int, full_layers: list[int]) -> dict[str, SparseConfig]:
     """The default configuration with every way of reuse that is compared."""
-    plain = SparseConfig(
-        token_budget=budget, group_reduce="max", stats_dtype=None
-    )  # statistics like the keys, as bytes_share counts them
+    # Statistics like the keys, as bytes_share counts them.
+    plain = SparseConfig(token_budget=budget, group_reduce="max", stats_dtype=None)
     table = {f"every {n}": replace(plain, reselect_every=n) for n in (1, 2, 4, 8, 16)}
     groups = [*itertools.pairwise(full_layers), tuple(full_layers)]
     for group in dict.fromkeys(groups):

@@ -37,8 +37,8 @@ COMPONENTS = {
     "+ one list per KV head": ("paper", LISTS_PER_KV_HEAD),
     "+ 4 recent pages": ("paper", f"{LISTS_PER_KV_HEAD},recent=4"),
     "+ box 0.25": ("paper", f"{LISTS_PER_KV_HEAD},recent=4,box_scale=0.25"),
-    "+ means of halves": ("tsattn", "dtype=None"),
-    "+ int8": ("tsattn", ""),
+    "+ means of halves": ("tsattn", "dtype=None,reduce=max"),
+    "+ int8": ("tsattn", "reduce=max"),
     "+ mix": ("tsattn", "reduce=mix"),
     "+ entropy-gated budget": ("entropy-stop", ""),
 }
