@@ -40,7 +40,7 @@ COMPONENTS = {
     "+ means of halves": ("tsattn", "dtype=None,reduce=max"),
     "+ int8": ("tsattn", "reduce=max"),
     "+ mix": ("tsattn", "reduce=mix"),
-    "+ entropy-gated budget": ("entropy-stop", ""),
+    "+ entropy-gated budget": ("entropy-stop", "reduce=mix"),
 }
 """From the paper's setting to ours, each with what the one before has."""
 COMPONENT_BUDGET = 512

@@ -85,7 +85,7 @@ def test_it_is_a_value():
         ("top_p", True, TypeError),
         ("refine_pages", 0, ValueError),
         ("refine_pages", 128.0, TypeError),
-        ("refine_pages", 47, ValueError),
+        ("refine_pages", 39, ValueError),
     ],
 )
 def test_a_wrong_field_is_refused_by_name(field, value, error):
@@ -97,7 +97,7 @@ def test_budgets_of_layers_are_sorted_pairs_and_make_configurations():
     config = SparseConfig(layer_budgets={7: 256, 2: 2048}, dense_layers=(0,))
     assert config == SparseConfig(layer_budgets=[(2, 2048), [7, 256]], dense_layers=(0,))
     assert config.layer_budgets == ((2, 2048), (7, 256))
-    assert [config.for_layer(layer).token_budget for layer in (0, 2, 7)] == [768, 2048, 256]
+    assert [config.for_layer(layer).token_budget for layer in (0, 2, 7)] == [640, 2048, 256]
     assert config.for_layer(3) == SparseConfig(dense_layers=(0,))
     assert len({config, pickle.loads(pickle.dumps(config))}) == 1
     plain = SparseConfig()
