@@ -10,8 +10,8 @@ from torch import Tensor
 class Listener(Protocol):
     """What is told of every call."""
 
-    def layer(self, index: int) -> None:
-        """The calls that follow are this layer's."""
+    def layer(self, index: int | None) -> None:
+        """The calls that follow are this layer's; None: nobody says whose."""
 
     def begin(self, stage: str, impl: str, tensors: tuple[Tensor | None, ...], options: dict[str, Any]) -> None:
         """A stage, or a whole step ("decode"), begins; ``tensors`` and ``options`` are those of its function."""
@@ -32,7 +32,7 @@ def part(stage: str) -> None:
         listener.part(stage)
 
 
-def layer(index: int) -> None:
-    """Tell which layer the next calls are of."""
+def layer(index: int | None) -> None:
+    """Tell which layer the next calls are of; None when they are over."""
     if listener is not None:
         listener.layer(index)

@@ -35,7 +35,7 @@ def tiny(tmp_path_factory):
 def essays(monkeypatch):
     """A few paragraphs in place of the essays' package."""
     text = [f"Essay {i} is about work, and about {i} other things that people do all day." for i in range(30)]
-    monkeypatch.setattr("tsattn.evaluation.haystack.essay_folder", lambda: None)
+    monkeypatch.setattr("tsattn.evaluation.haystack.essay_folder", lambda *_: None)
     monkeypatch.setattr("tsattn.evaluation.haystack.read_paragraphs", lambda folder: text)
 
 

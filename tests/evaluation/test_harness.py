@@ -56,6 +56,20 @@ def test_likelihoods_are_those_of_the_chunk(loaded, name):
     assert found[0][1] == bool((chunk.log_probs.argmax(-1) == torch.tensor(told)).all())
 
 
+@pytest.mark.parametrize("name", ["h2o", "snapkv", "pyramidkv", "tova", "soft-prune", "knorm", "streaming-llm"])
+def test_nothing_before_is_a_context_too(loaded, name):
+    harness = lm(loaded, POLICIES[name](SparseConfig(token_budget=24)))
+    ((alone, _),) = harness.loglikelihood([Request("", "ab")], disable_tqdm=True)
+    tokens = torch.tensor([[loaded.tokenizer.bos_token_id, *loaded.encode("ab")]])
+    with torch.inference_mode():
+        log_probs = torch.log_softmax(loaded.model(input_ids=tokens).logits[0].float(), -1)
+    expected = log_probs[:-1].gather(1, tokens[0, 1:, None]).sum().double()
+    assert_close(torch.tensor(alone), expected, magnitude=float(expected.abs()))
+    (rolling,) = harness.loglikelihood_rolling([Request(TEXT[:60])], disable_tqdm=True)
+    assert rolling < 0.0
+    assert len(harness.generate_until([Request("", {"max_gen_toks": 3})], disable_tqdm=True)) == 1
+
+
 def test_a_rolling_likelihood_is_the_sum_over_the_text(loaded):
     from tsattn.evaluation import harness
 

@@ -10,6 +10,7 @@ from tests.integrations.models import CACHE, build, prompts
 from tsattn import SparseConfig
 from tsattn.__main__ import main
 from tsattn.evaluation import grid, longbench, model
+from tsattn.evaluation.chunk import score_chunk
 from tsattn.evaluation.generation import draft, stop_tokens, write
 from tsattn.evaluation.reading import Prefiller, snapshot
 from tsattn.integrations import hf
@@ -151,14 +152,55 @@ def test_broken_files_are_named(tmp_path, loaded):
         longbench.tasks(loaded, tmp_path, ["trec"], context=100)
     (tmp_path / "dataset2prompt.json").write_text('{"trec": "{context}"}')
     (tmp_path / "dataset2maxlen.json").write_text('{"trec": 4}')
-    with pytest.raises(ValueError, match="line 1 has no field context, answers"):
+    with pytest.raises(ValueError, match="see context, answers"):
         longbench.tasks(loaded, tmp_path, ["trec"], context=100)
+    for line in ("3", '{"input": "a", "context": null, "answers": []}', '{"input": "a", "context": "b", "answers": "c"}'):
+        (tmp_path / "trec.jsonl").write_text(f"\n{line}\n")
+        with pytest.raises(ValueError, match="line 2 must have"):
+            longbench.tasks(loaded, tmp_path, ["trec"], context=100)
     (tmp_path / "trec.jsonl").write_text("{broken\n")
     with pytest.raises(ValueError, match="line 1 is no JSON"):
         longbench.tasks(loaded, tmp_path, ["trec"], context=100)
     (tmp_path / "dataset2prompt.json").write_text('{"trec": "{input}"}')
     with pytest.raises(ValueError, match=r"has no \{context\}"):
         longbench.tasks(loaded, tmp_path, ["trec"], context=100)
+
+
+def test_lines_end_at_line_feeds_only(tmp_path, loaded):
+    (tmp_path / "dataset2prompt.json").write_text('{"trec": "{context}{input}"}')
+    (tmp_path / "dataset2maxlen.json").write_text('{"trec": 4}')
+    (tmp_path / "trec.jsonl").write_text('{"input": "a", "context": "b\u2028c\u0085d", "answers": ["x"]}\n', encoding="utf-8")
+    assert len(longbench.tasks(loaded, tmp_path, ["trec", "trec"], context=100)) == 1
+
+
+def test_what_is_reported_was_read_for_what_was_written():
+    net = build("llama")
+    tokens = prompts([160])[0][0].tolist()
+    context = Prefiller(net, 64, progress=False).read(tokens[:40])
+    policy = POLICIES["random"](SparseConfig(page_size=4, token_budget=12, recent_pages=1))
+    whole, _ = write(net, context, tokens[40:45], policy, most=60, stop=frozenset())
+    ahead = draft(net, context, tokens[40:45], 60, frozenset())
+    first = next(i for i, (mine, theirs) in enumerate(zip(whole, ahead, strict=True)) if mine != theirs)
+    written, result = write(net, context, tokens[40:45], policy, most=60, stop=frozenset([whole[first]]))
+    exact = score_chunk(net, context.cache, [*tokens[40:45], *written[:-1]], policy)
+    assert (result.bytes_share, result.mass) == (exact.bytes_share, exact.mass)
+
+
+def test_a_run_with_other_lengths_is_another_run(folder, loaded, tmp_path):
+    rows = {}
+    for most in (3, 6):
+        (tmp_path / "dataset2prompt.json").write_text(json.dumps(TEMPLATES))
+        (tmp_path / "dataset2maxlen.json").write_text(json.dumps({"trec": most}))
+        (tmp_path / "trec.jsonl").write_text((folder / "trec.jsonl").read_text())
+        tasks = longbench.tasks(loaded, tmp_path, ["trec"], context=100)
+        (rows[most],) = grid.measure_grid(loaded.model, tasks, [], path=tmp_path / "rows", progress=False)
+    assert len(rows[6]["answer"]) > len(rows[3]["answer"])
+
+
+@pytest.mark.parametrize("option", [["--kinds", "rare"], ["--seen"], ["--fact", "a", "--question", "b", "--answer", "a"]])
+def test_options_of_other_tasks_are_refused(folder, tmp_path, capsys, option):
+    assert main(["eval", "--longbench", str(folder), "--out", str(tmp_path), *option]) == 2
+    assert f"{option[0]} would be ignored" in capsys.readouterr().err
 
 
 def test_a_template_without_a_question_decodes_the_last_token(tmp_path, loaded):

@@ -39,6 +39,16 @@ def test_a_shared_beginning_is_read_once(name, reads):
             assert torch.equal(mine.values, theirs.values)
 
 
+def test_a_list_that_changes_is_another_context():
+    model = build("llama")
+    tokens = prompts([100])[0][0].tolist()
+    prefiller = Prefiller(model, CHUNK, progress=False)
+    prefiller.read(tokens)
+    tokens[3] = (tokens[3] + 1) % 90
+    again, anew = prefiller.read(tokens).cache, prefill(model, tokens, CHUNK, progress=False)
+    assert torch.equal(again.layers[1].keys, anew.layers[1].keys)
+
+
 def test_memory_for_snapshots_is_limited(reads):
     model = build("llama")
     tokens = prompts([200])[0][0].tolist()

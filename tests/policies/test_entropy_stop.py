@@ -1,6 +1,7 @@
 """A query whose attention is concentrated reads half of the budget."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -39,6 +40,13 @@ def test_rows_of_low_entropy_keep_half_as_many_tokens(stats_dtype, reduce):
     assert gated.selection.page_counts.tolist() == [[16], [8]]
     assert set(gated.selection.page_ids[1, 0, :8].tolist()) <= set(plain.selection.page_ids[1, 0].tolist())
     assert gated.statistics_bytes == plain.statistics_bytes
+    short = replace(
+        step, seq_lens=torch.tensor([30, 40], dtype=torch.int32)
+    )  # the budget covers it, and it is scored all the same
+    assert POLICIES["entropy-stop"](config).attend(short).statistics_bytes > 0
+    assert QueryAware(config).attend(short).statistics_bytes == 0
+    tiny = POLICIES["entropy-stop"](replace(config, token_budget=1)).attend(step)
+    assert tiny.selection.page_counts.min() == 1
     assert 0.0 < THRESHOLD < 1.0
 
 

@@ -206,9 +206,29 @@ def test_evicting_refuses_what_it_cannot_keep():
     uneven = torch.tensor([[1, 1, 0, 0, 0, 0], [1, 0, 0, 0, 0, 0]]).bool()
     with pytest.raises(ValueError, match="as many tokens"):
         evict(cache, seq, uneven)
-    with pytest.raises(ValueError, match=r"shape \[HKV, 6\]"):
-        evict(cache, seq, torch.ones(2, 5, dtype=torch.bool))
+    for wrong in (torch.ones(2, 5).bool(), torch.ones(1, 6).bool(), torch.ones(2, 6), torch.ones(6).bool()):
+        with pytest.raises(ValueError, match=r"shape \[HKV, L\] = \[2, 6\]"):
+            evict(cache, seq, wrong)
     assert cache.length(seq) == 6
+    cache.fork(seq)
+    with pytest.raises(ValueError, match="shares pages"):
+        evict(cache, seq, torch.ones(2, 6, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("budget", [2, 20, 64])
+@pytest.mark.parametrize("name", ["snapkv", "pyramidkv", "soft-prune"])
+def test_of_a_window_that_is_larger_than_the_budget_the_newest_stay(name, budget):
+    kept = kept_by(name, world().step, budget)[0, 0].nonzero().flatten().tolist()
+    assert kept == list(range(CONTEXT + 1 - len(kept), CONTEXT + 1))
+
+
+@pytest.mark.parametrize("name", EVICTING)
+def test_without_a_context_the_chunk_alone_counts(name):
+    there = world(context=1)
+    step = replace(there.step, seq_lens=torch.arange(1, ROWS + 1, dtype=torch.int32), observed=None)
+    attended = POLICIES[name](SparseConfig(token_budget=4)).attend(step)
+    assert attended.selection.page_counts[0].tolist() == [1] * HEADS
+    assert attended.out.isfinite().all()
 
 
 @pytest.mark.parametrize("name", EVICTING)

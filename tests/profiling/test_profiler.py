@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import threading
 
 import pytest
 import torch
@@ -196,6 +197,51 @@ def test_nothing_listens_afterwards():
     assert len(profile.rows) == 4
     cache.sparse_decode(seqs, q, config=CONFIG)
     assert len(profile.rows) == 4
+
+
+def test_two_levels_are_one_step():
+    config = SparseConfig(page_size=8, token_budget=64, recent_pages=1, refine_pages=16)
+    cache, seqs = new_cache(config=config)
+    with Profiler(attention_every=2) as profile:
+        for _ in range(4):
+            cache.append(seqs, *torch.randn(2, 1, 1, HEADS, DIM))
+            cache.sparse_decode(seqs, torch.randn(1, 4, DIM), config=config)
+    assert [(row["step"], "mass" in row) for row in profile.rows if "pages" in row] == [
+        (0, True),
+        (1, False),
+        (2, True),
+        (3, False),
+    ]
+    appended = [row["bytes"] for row in profile.rows if row["stage"] == "append"]
+    assert appended == [HEADS * 2 * 2 * DIM * 4, 0] * 4
+
+
+def test_other_threads_are_not_seen():
+    caches = [new_cache(0), new_cache(1)]
+    with Profiler() as profile:
+        thread = threading.Thread(target=decode, args=([caches[1]], 20))
+        thread.start()
+        decode([caches[0]], 20)
+        thread.join()
+    assert len([row for row in profile.rows if "pages" in row]) == 20
+    assert {row["layer"] for row in profile.rows} == {0}
+
+
+def test_two_configurations_in_one_block_have_their_own_bytes():
+    other = SparseConfig(page_size=8, token_budget=64, recent_pages=1, stats_dtype=None)
+    cache, seqs = new_cache(0)
+    wide, wide_seqs = new_cache(0, config=other)
+    with Profiler() as profile:
+        marks.layer(3)
+        cache.sparse_decode(seqs, torch.randn(1, 4, DIM), config=CONFIG)
+        wide.sparse_decode(wide_seqs, torch.randn(1, 4, DIM), config=other)
+        marks.layer(None)
+        cache.dense_decode(seqs, torch.randn(1, 4, DIM), window=16)
+    scored = [row["bytes"] for row in profile.rows if row["stage"] == "score"]
+    assert scored == [PAGES * HEADS * 2 * (DIM + 4), PAGES * HEADS * 2 * DIM * 4]
+    last = profile.rows[-1]
+    assert last["bytes"] == HEADS * 16 * 2 * DIM * 4 + 2 * 4 * DIM * 4
+    assert (last["layer"], last["pages"], last["pages_of"]) == (0, 3, PAGES)  # 203 tokens: the window lies on three pages
 
 
 def test_a_call_that_fails_is_no_row(monkeypatch):

@@ -83,6 +83,11 @@ def _check(args: argparse.Namespace, specs: list[Spec]) -> None:
         raise ValueError("--fact, --question and --answer belong together")
     if args.longbench is None and (args.datasets or args.limit):
         raise ValueError("--datasets and --limit are of --longbench")
+    ignored = {"--fact": args.fact, "--seen": args.seen, "--text-file": args.text_file, "--kinds": args.kinds != ["standard"]}
+    if args.longbench is not None and any(ignored.values()):
+        raise ValueError(
+            f"{', '.join(name for name, given in ignored.items() if given)} would be ignored: --longbench has its own"
+        )
     if args.text_column is not None and (args.text_file is None or args.text_file.suffix == ".txt"):
         raise ValueError("--text-column is of a --text-file in JSON lines or Parquet")
     if args.continued < 2:
@@ -100,12 +105,15 @@ def _measure(args: argparse.Namespace, specs: list[Spec]) -> None:
     device, dtype = device_and_dtype(args)
     if args.threads:
         torch.set_num_threads(args.threads)
-    paragraphs, text_name = _paragraphs(args.text_file, args.text_column or "text")
+    paragraphs: list[str] = []
+    text_name = ""
+    if args.longbench is None:
+        paragraphs, text_name = _paragraphs(args.text_file, args.text_column or "text")
     loaded = model.load(args.model, cache=args.cache_dir or model.default_cache(), dtype=dtype, device=device)
     tasks = tasks_of(args, loaded, paragraphs, text_name)
     if not tasks:
         raise ValueError("there is nothing to measure: --longbench has no question")
-    longest = max(len(task.context) + len(task.chunk) for task in tasks)
+    longest = max(len(task.context) + len(task.chunk) + getattr(task, "most", 0) for task in tasks)
     most = getattr(loaded.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     if most is not None and longest > most:
         raise ValueError(f"--contexts: the longest prompt has {longest} tokens, the model reads at most {most}")
@@ -125,7 +133,7 @@ def _paragraphs(file: Path | None, column: str) -> tuple[list[str], str]:
     from tsattn.evaluation import haystack
 
     if file is None:
-        return haystack.read_paragraphs(haystack.essay_folder()), "essays"
+        return haystack.read_paragraphs(haystack.essay_folder("--text-file")), "essays"
     texts = haystack.read_documents(file, "--text-file", column)
     return [part.strip() for text in texts for part in text.split("\n\n") if part.strip()], file.name
 
@@ -147,7 +155,7 @@ def tasks_of(args: argparse.Namespace, loaded: Any, paragraphs: list[str], text_
 
     own = needles.Facts(args.fact, [], args.question, args.answer) if args.fact else None
     tasks: list[Any] = []
-    for context in args.contexts:
+    for context in dict.fromkeys(args.contexts):
         for seed in args.seeds:
             text = partial(running_text, loaded.encode, paragraphs, (97 * (seed + 1)) % len(paragraphs))
             maker = TaskMaker(loaded, text, {"model": loaded.name, "text": text_name, "context": context, "seed": seed})

@@ -55,7 +55,7 @@ def write(
     Returns
     -------
     (list of int, ChunkResult or None)
-        The tokens, and what the last pass over all of them read; None under dense attention.
+        The tokens, and what decoding them read; None under dense attention.
     """
     if not told or most < 1:
         raise ValueError(f"there must be tokens to go on from, and some to write, got {len(told)} and {most}")
@@ -71,7 +71,11 @@ def write(
         written += own[: agreed + 1]
         ended = next((i for i, token in enumerate(written) if token in stop), None)
         if ended is not None or len(written) >= most:
-            return written[: most if ended is None else ended + 1], result
+            written = written[: most if ended is None else ended + 1]
+            done = told + written[:-1]
+            if done != chunk:  # what the draft went on with was never read
+                result = score_chunk(model, context.cache, done, policy, keep=1, observed=context.observed)
+            return written, result
 
 
 def stop_tokens(model: Any, tokenizer: Any) -> frozenset[int]:

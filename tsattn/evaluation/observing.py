@@ -24,6 +24,8 @@ _ACTIVE: list[tuple[dict[int, Observed], Callable[..., Any] | None]] = []
 @contextlib.contextmanager
 def observing(model: Any, observed: dict[int, Observed]) -> Iterator[None]:
     """Inside the block ``observed`` follows what full-attention layers do; the model computes what it would compute."""
+    if _ACTIVE:
+        raise RuntimeError("a model is being observed already: blocks can't be nested")
     name = model.config.get_text_config(decoder=True)._attn_implementation
     AttentionInterface.register(_NAME, _attention)
     AttentionMaskInterface.register(_NAME, ALL_MASK_ATTENTION_FUNCTIONS[name])

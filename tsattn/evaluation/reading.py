@@ -83,7 +83,7 @@ class Prefiller:
         """Read a context."""
         shared = next((n for n, (a, b) in enumerate(zip(tokens, self._tokens, strict=False)) if a != b), len(self._tokens))
         self._kept = {n: context for n, context in self._kept.items() if n <= min(shared, len(tokens))}
-        self._tokens = tokens
+        self._tokens = list(tokens)
         start = max(self._kept, default=0)
         context = _twin(self._kept[start]) if start else Context(DynamicCache(config=self.model.config))
         room = self.most_bytes - sum(map(_bytes, self._kept.values()))

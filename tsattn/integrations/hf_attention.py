@@ -99,6 +99,7 @@ def _decode(layer: PagedLayer, query: Tensor, scale: float, softcap: float, sink
             **options,
         )
         scored = layer.state.scored > before
+    marks.layer(None)
     layer.recorder.decode(
         layer.layer_idx,
         query,

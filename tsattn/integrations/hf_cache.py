@@ -296,6 +296,7 @@ class PagedLayer(DynamicLayer):  # type: ignore[misc]
             k, v = move_left(k, real), move_left(v, real)
         marks.layer(self.layer_idx)
         self.pool.append(self.seqs, k, v, lengths=real)
+        marks.layer(None)
 
     def _dense_copy(self) -> tuple[Tensor, Tensor]:
         assert self.pool is not None

@@ -16,7 +16,7 @@ from torch import Tensor
 from tsattn.config import NOT_LOGITS, SparseConfig
 from tsattn.ops import score_pages
 from tsattn.policies.base import Pages, Step
-from tsattn.policies.query_aware import QueryAware
+from tsattn.policies.query_aware import QueryAware, statistics_bytes
 
 THRESHOLD = 0.5
 
@@ -55,4 +55,7 @@ class EntropyStop(QueryAware):
         )
         entropy = relative_entropy(scores, -(-step.seq_lens // config.page_size))
         budget = torch.full_like(step.seq_lens, config.token_budget)
-        return torch.where(entropy < THRESHOLD, budget // 2, budget)
+        return torch.where(entropy < THRESHOLD, (budget // 2).clamp_min(1), budget)
+
+    def _statistics_bytes(self, step: Step, config: SparseConfig) -> float:
+        return statistics_bytes(step, config, every_row=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 from tsattn.attention import attend_pages
 from tsattn.cache import PagedKVCache
 from tsattn.config import SparseConfig
-from tsattn.policies.base import Attended, Step
+from tsattn.policies.base import Attended, Observed, Step
 from tsattn.selection import PageSelection
 
 Keep = Callable[[Step, int], Tensor]
@@ -56,6 +56,9 @@ class KeptTokens:
 
     def attend(self, step: Step) -> Attended:
         """Attend to what is kept."""
+        if step.context == 0:  # nothing was read, so nothing was observed
+            nothing = step.q.new_empty(0, *step.q.shape[1:]), step.q.new_zeros(step.q.shape[1], 0, dtype=torch.float32)
+            step = replace(step, observed=Observed(*nothing))
         if self.observes and step.observed is None:
             raise ValueError("this policy goes by what was observed while the context was read, and nothing was")
         kept = self.keep(step, self.config.token_budget)
@@ -126,7 +129,7 @@ def by_step(step: Step, budget: int, start: Tensor, gain: Callable[[Tensor, Tens
 
 def by_group(weights: Tensor, heads: int) -> Tensor:
     """[HQ, ...] as [HKV, G, ...]."""
-    return weights.reshape(heads, -1, *weights.shape[1:])
+    return weights.reshape(heads, weights.shape[0] // heads, *weights.shape[1:])
 
 
 def evict(cache: PagedKVCache, seq: int, kept: Tensor) -> int:
@@ -149,14 +152,16 @@ def evict(cache: PagedKVCache, seq: int, kept: Tensor) -> int:
     Raises
     ------
     ValueError
-        If KV heads keep different numbers of tokens.
+        If KV heads keep different numbers of tokens, or the sequence shares pages. It is as it was then.
     """
+    heads, length = cache.k_cache.shape[2], cache.length(seq)
+    if kept.dtype != torch.bool or tuple(kept.shape) != (heads, length):
+        raise ValueError(f"kept must be bool of shape [HKV, L] = [{heads}, {length}], got {kept.dtype} {list(kept.shape)}")
     counts = kept.sum(-1)
     if bool((counts != counts[0]).any()):
         raise ValueError(f"every KV head must keep as many tokens, got {counts.tolist()}")
-    heads, length = kept.shape
-    if length != cache.length(seq):
-        raise ValueError(f"kept must have shape [HKV, {cache.length(seq)}], got {list(kept.shape)}")
+    if any(cache.owners(page) > 1 for page in cache.pages(seq)):
+        raise ValueError(f"sequence {seq} shares pages with another: those would not be given back")
     place = torch.arange(length, device=kept.device).expand(heads, -1)[kept].view(heads, -1)
     k, v = (
         tensor[0].gather(1, place[..., None].expand(-1, -1, tensor.shape[3])).transpose(0, 1)[None]

@@ -1,7 +1,8 @@
 """PyramidKV (Cai et al., arXiv 2406.02069): SnapKV with more tokens in lower layers and fewer in higher ones.
 
-Budgets fall linearly, with the mean that is asked for. Deviation: the layers of the pyramid are the full-attention ones; where
-the pyramid would have less than a window at its top, or more than the context at its bottom, it is flatter.
+Budgets fall linearly, with the mean that is asked for. Deviation: the layers of the pyramid are the full-attention ones. Where
+its lowest layer would have more than the context, the others get what is left; where its highest would have less than a window
+(a mean below 20 windows, 1,280 tokens), all layers have the mean, and this is SnapKV.
 """
 
 from __future__ import annotations

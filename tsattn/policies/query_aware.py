@@ -53,7 +53,10 @@ class QueryAware:
             return Attended(out, selection, config.page_size, 0.0)  # type: ignore[arg-type]
         found = self._sparse_step(step, pages, config)
         self.chosen[step.layer] = found.selection
-        return Attended(found.out, found.selection, config.page_size, statistics_bytes(step, config))
+        return Attended(found.out, found.selection, config.page_size, self._statistics_bytes(step, config))
+
+    def _statistics_bytes(self, step: Step, config: SparseConfig) -> float:
+        return statistics_bytes(step, config)
 
     def _budget(
         self, step: Step, pages: Pages, stats: Tensor, beside: Mapping[str, Tensor | None], config: SparseConfig
@@ -84,10 +87,10 @@ class QueryAware:
         return sparse_decode(step.q, own.k_cache, own.v_cache, stats, own.page_table, step.seq_lens, **options)
 
 
-def statistics_bytes(step: Step, config: SparseConfig) -> float:
+def statistics_bytes(step: Step, config: SparseConfig, *, every_row: bool = False) -> float:
     """Read by all rows that are scored: those that can't keep all their pages, and with ``top_p`` all."""
     pages = -(-step.seq_lens // config.page_size)
-    if config.top_p is None or config.top_p == 1:
+    if not every_row and (config.top_p is None or config.top_p == 1):
         pages = pages[(pages > config.pages_kept) & (step.seq_lens >= config.min_seq_len)]
     layer = layer_of(config, step.q.shape[1], *step.keys.shape[::2])
     of_page = sum(layer.statistics().values())

@@ -28,13 +28,14 @@ def window_weights(step: Step, window: int) -> Tensor:
 
 
 def votes(step: Step) -> Tensor:
-    """Smoothed weights of the tokens before the window, [HKV, L0]; infinite in it."""
+    """Smoothed weights of the tokens before the window, [HKV, L0]; more than any weight in it, the newest most of all."""
     window, heads = OBSERVED_QUERIES, step.keys.shape[0]
+    newest = 2.0 + torch.arange(min(window, step.context), device=step.q.device).float()
     if step.context <= window:
-        return step.keys.new_full((heads, step.context), torch.inf)
+        return newest.expand(heads, -1)
     weights = window_weights(step, window)[..., : step.context - window].mean(1)
     smooth = F.avg_pool1d(weights[:, None], KERNEL, stride=1, padding=KERNEL // 2)[:, 0]
-    return F.pad(by_group(smooth, heads).mean(1), (0, window), value=torch.inf)
+    return torch.cat((by_group(smooth, heads).mean(1), newest.expand(heads, -1)), 1)
 
 
 def _keep(step: Step, budget: int) -> Tensor:

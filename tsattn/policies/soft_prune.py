@@ -16,6 +16,8 @@ from tsattn.policies.h2o import received
 from tsattn.policies.kept_tokens import KeptTokens, best_tokens, by_group
 
 THRESHOLD = 0.1
+_ABOVE_SHARES = 1e9
+"""The young rank above all others, the newest first."""
 
 
 def relative(got: Tensor, alive: Tensor, seq_len: int) -> Tensor:
@@ -36,7 +38,8 @@ def _keep(step: Step, budget: int) -> Tensor:
         own, young = place == seq_len - 1, place >= seq_len - 1 - OBSERVED_QUERIES
         share = relative(got, alive, seq_len - 1)
         alive = alive & ((share >= THRESHOLD) | young)
-        alive = (alive & best_tokens(torch.where(alive, share.masked_fill(young, torch.inf), -torch.inf), budget - 1)) | own
+        ranked = torch.where(young, _ABOVE_SHARES * (1.0 + place - (seq_len - 1 - OBSERVED_QUERIES)), share)
+        alive = (alive & best_tokens(torch.where(alive, ranked, -torch.inf), budget - 1)) | own
         rows.append(alive)
         read = alive.repeat_interleave(logits.shape[0] // heads, 0)
         got = got + by_group(step.weights(logits.masked_fill(~read, -torch.inf)), heads).sum(1)

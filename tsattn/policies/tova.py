@@ -16,6 +16,8 @@ from tsattn.policies.snapkv import window_weights
 
 def last_weights(step: Step) -> Tensor:
     """Mean attention weights of the context's last query, [L0]; its own token comes before all."""
+    if step.context == 0:
+        return step.q.new_empty(0)
     scores = window_weights(step, 1)[:, 0].mean(0)
     scores[-1] = torch.inf
     return scores

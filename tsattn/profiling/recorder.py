@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from threading import get_ident
 from typing import Any
 
 from torch import Tensor
@@ -26,6 +27,8 @@ _PLACES = {
     "decode": {"q": 0, "k_cache": 1, "page_stats": 3, "page_table": 4, "seq_lens": 5, "page_ids": -4, "page_counts": -3},
 }
 """Where the tensors of a stage's function are; those that a step writes are counted from the end."""
+_ANCHORS = ("k_cache", "page_stats")
+"""Tensors that tell layers apart."""
 SET_UP = "set-up"
 """What a step does before its first stage."""
 
@@ -46,6 +49,8 @@ class Call:
         Copies of the lists; None where everything is read.
     sizes : dict
         Shapes and element sizes that bytes are counted from.
+    is_second : bool
+        Whether the same tokens were appended before in this step.
     attention : Attention or None
         Mass and entropy, of the steps that were asked for.
     """
@@ -56,6 +61,7 @@ class Call:
     step: int
     moments: list[tuple[str, Any]]
     sizes: dict[str, Any]
+    is_second: bool = False
     lengths: Tensor | None = None
     page_ids: Tensor | None = None
     page_counts: Tensor | None = None
@@ -65,30 +71,34 @@ class Call:
 class Recorder:
     """The listener behind :class:`tsattn.profiling.Profiler`.
 
-    A layer is told, or told by its K cache or statistics: in the order in which they are seen they are 0, 1, ... A step ends
-    where a layer's stage comes up again.
+    A layer is told, or told by its K cache or statistics: in the order in which they are seen they are 0, 1, ... (a cache that
+    grows is a new one). A step ends where a layer's stage comes up again. Calls of other threads are not recorded.
     """
 
     def __init__(self, attention_every: int) -> None:
         self.attention_every = attention_every
+        self._thread = get_ident()
         self.calls: list[Call] = []
         self._told: int | None = None
         self._layers: dict[tuple[str, int], int] = {}
         self._last = 0
         self._step = 0
-        self._done: set[tuple[int, str]] = set()
+        self._done: set[tuple[int, str, int]] = set()
         self._sizes: dict[Any, dict[str, Any]] = {}
         self._moment: dict[str, Callable[[], Any]] = {}
         self._now: Callable[[], Any] | None = None
         self._moments: list[tuple[str, Any]] = []
         self._open: tuple[str, str, Tensors, dict[str, Any]] | None = None
 
-    def layer(self, index: int) -> None:
+    def layer(self, index: int | None) -> None:
         """The calls that follow are this layer's."""
-        self._told = index
+        if get_ident() == self._thread:
+            self._told = index
 
     def begin(self, stage: str, impl: str, tensors: Tensors, options: dict[str, Any]) -> None:
         """A call begins."""
+        if get_ident() != self._thread:
+            return
         device = tensors[0].device  # type: ignore[union-attr]  # no stage's first tensor is optional
         now = self._moment.get(device.type)
         if now is None:
@@ -98,25 +108,29 @@ class Recorder:
 
     def part(self, stage: str) -> None:
         """A stage begins within a step."""
-        if self._now is not None:
+        if self._now is not None and get_ident() == self._thread:
             self._moments.append((stage, self._now()))
 
     def end(self) -> None:
         """The call is over."""
-        if self._open is None or self._now is None:
+        if self._open is None or self._now is None or get_ident() != self._thread:
             return
         self._moments.append(("", self._now()))
         (stage, impl, tensors, options), self._open, self._now = self._open, None, None
         places = _PLACES[stage]
         layer = self._told
         if layer is None:
-            layer = self._layer_of({name: tensors[places[name]] for name in ("k_cache", "page_stats") if name in places})
+            layer = self._layer_of({name: tensors[places[name]] for name in _ANCHORS if name in places})
         name = "attend" if stage == "decode" else stage
-        if (layer, name) in self._done:
+        # With two levels of scoring a step appends twice: the coarse statistics are other tensors.
+        stats = tensors[4] if stage == "append" else None
+        done = layer, name, 0 if stats is None else stats.data_ptr()
+        if done in self._done:
             self._step += 1
             self._done.clear()
-        self._done.add((layer, name))
-        call = Call(stage, impl, layer, self._step, self._moments, self._sizes_of(stage, layer, tensors, options))
+        is_second = stage == "append" and any(each[:2] == done[:2] for each in self._done)
+        self._done.add(done)
+        call = Call(stage, impl, layer, self._step, self._moments, self._sizes_of(stage, layer, tensors, options), is_second)
         if "seq_lens" in places:
             lengths = tensors[places["seq_lens"]]
             call.lengths = None if lengths is None else lengths.clone()
@@ -125,7 +139,8 @@ class Recorder:
             if ids is not None and counts is not None:
                 call.page_ids, call.page_counts = ids.clone(), counts.clone()
         self.calls.append(call)
-        if self.attention_every and name == "attend" and call.step % self.attention_every == 0:
+        seen = options.get("window") is None
+        if self.attention_every and seen and name == "attend" and call.step % self.attention_every == 0:
             call.attention = observed({each: tensors[place] for each, place in places.items()}, options)
 
     def _layer_of(self, tensors: dict[str, Tensor | None]) -> int:
@@ -145,8 +160,11 @@ class Recorder:
         return bool(held) and not held & names
 
     def _sizes_of(self, stage: str, layer: int, tensors: Tensors, options: dict[str, Any]) -> dict[str, Any]:
-        rows = tensors[0].shape  # type: ignore[union-attr]
-        key = stage, layer, rows, options.get("top_p"), options.get("refine_pages"), options.get("page_size")
+        places = _PLACES[stage]
+        stored = [tensors[places[name]] for name in _ANCHORS if name in places]
+        forms = tuple((each.shape, each.dtype) for each in stored if each is not None)
+        first = tensors[0].shape  # type: ignore[union-attr]
+        key = stage, layer, first, forms, *(options.get(name) for name in ("top_p", "refine_pages", "page_size", "window"))
         sizes = self._sizes.get(key)
         if sizes is None:
             found = {name: tensors[place] for name, place in _PLACES[stage].items()}
@@ -156,7 +174,7 @@ class Recorder:
 
 def sizes_of(found: dict[str, Tensor | None], options: dict[str, Any]) -> dict[str, Any]:
     """What bytes are counted from: shapes and element sizes, no contents."""
-    sizes: dict[str, Any] = {"top_p": options.get("top_p"), "refine_pages": options.get("refine_pages")}
+    sizes: dict[str, Any] = {name: options.get(name) for name in ("top_p", "refine_pages", "window")}
     for name in ("q", "k", "k_cache", "page_stats"):
         tensor = found.get(name)
         if tensor is not None:

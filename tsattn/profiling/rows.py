@@ -54,17 +54,16 @@ def bytes_of(call: Call) -> dict[str, float]:
     sizes = call.sizes
     moved: dict[str, float] = {}
     if call.stage in ("append", "rebuild"):
-        return {call.stage: _written(sizes)} if call.stage == "append" else {}
+        return {} if call.stage == "rebuild" or call.is_second else {"append": _written(sizes)}
     lengths = call.lengths
     if lengths is None:
         return moved
     page_size = sizes["page_size"]
     pages = -(-lengths // page_size)
     if call.stage in ("score", "decode"):
-        scored = _scored(call, pages)
-        lists = 1 if call.page_counts is None else call.page_counts.shape[1]
-        moved["score"] = float(scored.sum()) * _page_summary(sizes)
-        moved["select"] = float(scored.sum()) * lists * 4
+        moved["score"] = float(_scored(call, pages).sum()) * _page_summary(sizes)
+    if call.stage in ("select", "decode") and call.page_counts is not None:
+        moved["select"] = float(_scored(call, pages).sum()) * call.page_counts.shape[1] * 4
     if call.stage in ("attend", "decode") and "k_cache" in sizes:
         dim = sizes["k_cache"][3]
         token = 2 * dim * sizes["k_cache_size"]
@@ -80,7 +79,7 @@ def _written(sizes: dict[str, Any]) -> float:
 
 def _scored(call: Call, pages: Tensor) -> Tensor:
     """Pages that a row's statistics were read of: none where all of them are kept anyway."""
-    if call.stage == "score" or call.page_counts is None or call.sizes["top_p"] is not None:
+    if call.stage != "decode" or call.page_counts is None or call.sizes["top_p"] is not None:
         return pages
     return torch.where(call.page_counts.amax(1) < pages, pages, 0)
 
@@ -99,7 +98,8 @@ def tokens_read(call: Call) -> int:
     assert call.lengths is not None
     heads, page_size = call.sizes["k_cache"][2], call.sizes["page_size"]
     if call.page_ids is None or call.page_counts is None:
-        return int(call.lengths.sum()) * int(heads)
+        most = call.sizes["window"]
+        return int((call.lengths if most is None else call.lengths.clamp_max(most)).sum()) * int(heads)
     pages = -(-call.lengths // page_size)
     missing = pages * page_size - call.lengths
     place = torch.arange(call.page_ids.shape[2], device=pages.device) < call.page_counts[..., None]
@@ -112,6 +112,9 @@ def pages_of(call: Call, before: tuple[Tensor, Tensor] | None) -> Row:
     assert call.lengths is not None
     pages = (-(-call.lengths // call.sizes["page_size"])).float().mean()
     found: Row = {"pages": float(pages), "pages_of": float(pages)}
+    if call.sizes["window"] is not None:
+        first = (call.lengths - call.sizes["window"]).clamp_min(0) // call.sizes["page_size"]
+        found["pages"] -= float(first.float().mean())
     if call.attention is not None:
         found |= {"mass": float(call.attention.mass), "entropy": float(call.attention.entropy)}
     if call.page_ids is None or call.page_counts is None:
