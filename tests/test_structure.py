@@ -39,7 +39,7 @@ ARROWS = {
     "torch_path": {"marks", "quantisation", "selection", "summaries"},
     "tuning": set(),
     "kernels": {"marks", "quantisation", "scratch", "selection", "summaries", "tuning"},
-    "ops": {"checks", "checks_step", "dispatch", "library", "selection", "summaries", "workspace"},
+    "ops": {"checks", "checks_step", "dispatch", "library", "marks", "selection", "summaries", "workspace"},
     "attention": {"checks", "dispatch", "library", "selection", "workspace"},
     "decode": {
         *("certificate", "checks", "checks_step", "config", "dispatch", "library", "selection", "summaries", "workspace"),

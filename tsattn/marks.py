@@ -19,6 +19,9 @@ class Listener(Protocol):
     def part(self, stage: str) -> None:
         """Within a step this stage begins, and the one before it is over."""
 
+    def again(self) -> None:
+        """The next call does what the last one did, for other statistics: it belongs to the same step."""
+
     def end(self) -> None:
         """What has begun is over."""
 
@@ -30,6 +33,12 @@ def part(stage: str) -> None:
     """Tell that a stage begins within a step; "score+select" where one launch does both."""
     if listener is not None:
         listener.part(stage)
+
+
+def again() -> None:
+    """Tell that the next call repeats the last one for other statistics."""
+    if listener is not None:
+        listener.again()
 
 
 def layer(index: int | None) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tsattn import checks, checks_step, library
+from tsattn import checks, checks_step, library, marks
 from tsattn.dispatch import choose_impl
 from tsattn.selection import PageSelection
 from tsattn.summaries import Stored
@@ -85,6 +85,7 @@ def append_kv(
     library.append_kv(k, v, k_cache, v_cache, *stored, slot_mapping, kind, *scales, metric, impl)
     if coarse_stats is not None:
         coarse = Stored(coarse_stats, coarse_stats_scale, None)
+        marks.again()
         library.append_kv(k, v, k_cache, v_cache, *coarse, slot_mapping, "means", *scales, None, impl)
 
 
@@ -125,6 +126,7 @@ def rebuild_page_stats(
     library.rebuild_page_stats(k_cache, *stored, page_table, seq_lens, kind, scale, metric, impl)
     if coarse_stats is not None:
         coarse = Stored(coarse_stats, coarse_stats_scale, None)
+        marks.again()
         library.rebuild_page_stats(k_cache, *coarse, page_table, seq_lens, "means", scale, None, impl)
 
 

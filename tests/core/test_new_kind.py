@@ -89,8 +89,8 @@ def test_without_kernels_of_its_own_it_runs_in_pytorch_on_every_device(monkeypat
         PagedKVCache(4, PAGE_SIZE, 1, DIM, dtype=torch.float32, kind=NAME, impl="triton")
 
 
-def test_every_kind_that_ships_has_its_kernels():
+def test_kinds_that_say_so_have_kernels():
     from tsattn.kernels.summary import KIND_CODES
 
     assert {name for name, summary in SUMMARIES.items() if summary.has_kernels} == set(KIND_CODES)
-    assert set(SUMMARIES) - set(KIND_CODES) == {NAME}
+    assert NAME not in KIND_CODES

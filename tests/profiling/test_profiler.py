@@ -216,6 +216,17 @@ def test_two_levels_are_one_step():
     assert appended == [HEADS * 2 * 2 * DIM * 4, 0] * 4
 
 
+def test_a_cache_that_grows_under_transformers_is_the_same_layer():
+    model = build("llama")
+    ids, _ = prompts([150])
+    config = SparseConfig(page_size=4, token_budget=32, recent_pages=2)
+    with hf.sparse(model, config), Profiler() as profile:
+        model.generate(ids, max_new_tokens=120, do_sample=False)
+    steps = [row["step"] for row in profile.rows if row["stage"] == "append" and row["layer"] == 0]
+    assert steps == list(range(120))
+    assert all(row["bytes"] > 0 for row in profile.rows if row["stage"] == "append")
+
+
 def test_other_threads_are_not_seen():
     caches = [new_cache(0), new_cache(1)]
     with Profiler() as profile:

@@ -106,6 +106,9 @@ def markdown(rows: Sequence[Row], about: Row) -> str:
             retrieval_table(rows),
             "",
         ]
+        if not answered(of_task(rows, RETRIEVAL)):
+            asked = len({str(row["task"]) for row in of_task(rows, RETRIEVAL)})
+            parts += [f"Dense attention answers none of {asked} questions, so there is nothing to compare.", ""]
     if of_task(rows, TEXT):
         parts += ["## Continued texts\n", "KL divergence of the next-token distribution from dense attention's, in nats.\n"]
         parts += [text_table(rows), ""]

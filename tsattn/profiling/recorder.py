@@ -83,7 +83,8 @@ class Recorder:
         self._layers: dict[tuple[str, int], int] = {}
         self._last = 0
         self._step = 0
-        self._done: set[tuple[int, str, int]] = set()
+        self._done: set[tuple[int, str]] = set()
+        self._is_again = False
         self._sizes: dict[Any, dict[str, Any]] = {}
         self._moment: dict[str, Callable[[], Any]] = {}
         self._now: Callable[[], Any] | None = None
@@ -94,6 +95,11 @@ class Recorder:
         """The calls that follow are this layer's."""
         if get_ident() == self._thread:
             self._told = index
+
+    def again(self) -> None:
+        """The next call does what the last one did, for the coarse statistics of two levels."""
+        if get_ident() == self._thread:
+            self._is_again = True
 
     def begin(self, stage: str, impl: str, tensors: Tensors, options: dict[str, Any]) -> None:
         """A call begins."""
@@ -122,14 +128,11 @@ class Recorder:
         if layer is None:
             layer = self._layer_of({name: tensors[places[name]] for name in _ANCHORS if name in places})
         name = "attend" if stage == "decode" else stage
-        # With two levels of scoring a step appends twice: the coarse statistics are other tensors.
-        stats = tensors[4] if stage == "append" else None
-        done = layer, name, 0 if stats is None else stats.data_ptr()
-        if done in self._done:
+        is_second, self._is_again = self._is_again, False
+        if (layer, name) in self._done and not is_second:
             self._step += 1
             self._done.clear()
-        is_second = stage == "append" and any(each[:2] == done[:2] for each in self._done)
-        self._done.add(done)
+        self._done.add((layer, name))
         call = Call(stage, impl, layer, self._step, self._moments, self._sizes_of(stage, layer, tensors, options), is_second)
         if "seq_lens" in places:
             lengths = tensors[places["seq_lens"]]
