@@ -54,6 +54,7 @@ HEAT_SEEDS = {2048: (30,), 4096: (30,), 8192: (30,), 16384: (31,)}
 """Texts by context."""
 METRIC_TOKENS = 2048
 """Of the first context, on which the metric of centroids is measured."""
+BOUNDS = ("box X=1",)
 FEW = ("mean", "halves int8", "quarters int8", "box X=1")
 
 
@@ -86,11 +87,12 @@ def budgets() -> list[Spec]:
 
 
 def pages() -> list[Spec]:
-    """Page sizes at 256 tokens."""
-    return [
-        spec(f"{name}, S={size}", f"{SUMMARIES[name]},page_size={size},budget=256,recent={max(1, 64 // size)}")
-        for name, size in product(FEW, PAGE_SIZES)
-    ]
+    """Page sizes at 256 tokens; lists are shared by "mix", but for the bound."""
+    found = []
+    for name, size in product(FEW, PAGE_SIZES):
+        options = f"page_size={size},budget=256,recent={max(1, 64 // size)},reduce={'max' if name in BOUNDS else 'mix'}"
+        found.append(spec(f"{name}, S={size}", f"{SUMMARIES[name]},{options}"))
+    return found
 
 
 def recent() -> list[Spec]:
