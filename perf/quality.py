@@ -122,7 +122,6 @@ def defaults() -> list[Spec]:
         "mean int8, max, 1024": "parts=1,budget=1024,reduce=max",
         "mean int8, mix, 1024": "parts=1,budget=1024,reduce=mix",
         "halves int8, max, 768": "parts=2,budget=768,reduce=max",
-        "halves int8, max, 640": "parts=2,budget=640,reduce=max",
         "halves int8, mix, 768": "parts=2,budget=768,reduce=mix",
         "halves int8, softmax, 768": "parts=2,budget=768,reduce=softmax",
         "quarters int8, max, 304": "parts=4,budget=304,reduce=max",
