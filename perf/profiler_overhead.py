@@ -2,9 +2,9 @@
 
     python perf/profiler_overhead.py --out perf/results/cpu/profiler.jsonl
 
-A round is a step of all layers without a profiler, one within its block, and one without again; the order turns. The overhead
-is the median over rounds of a profiled step's time over the mean of the two beside it, the control that of the two over each
-other. The block is entered once per round, outside of the times, as a user would around a whole generation.
+A round is some steps of all layers without a profiler, as many within its block, and as many without again; the order turns.
+The overhead is the median over rounds of the profiled steps' time over the mean of the two beside it, the control that of the
+two over each other. The block is entered once per round, outside of the times.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ import tsattn
 from tsattn.demo.report import machine
 from tsattn.profiling import Profiler
 
+STEPS = 16
+"""In a row."""
 SHAPES = {"llama-3.1-8b": (32, 8, 128), "gemma-3-270m": (4, 1, 256)}
 
 
@@ -33,7 +35,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--contexts", type=int, nargs="+", default=[8192, 32768], metavar="TOKENS")
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=400)
+    parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--out", type=Path, default=Path("out/profiler.jsonl"), metavar="FILE")
     return parser.parse_args()
@@ -41,7 +43,7 @@ def parse() -> argparse.Namespace:
 
 def caches_of(config: tsattn.SparseConfig, layers: int, context: int, heads: int, dim: int, rounds: int) -> list[Any]:
     """A filled cache per layer, with room for the tokens of all rounds."""
-    pages = -(-(context + 3 * rounds) // config.page_size)
+    pages = -(-(context + 3 * STEPS * rounds) // config.page_size)
     found = []
     for _ in range(layers):
         cache = tsattn.PagedKVCache.from_config(config, pages, heads, dim, dtype=torch.float32)
@@ -52,12 +54,13 @@ def caches_of(config: tsattn.SparseConfig, layers: int, context: int, heads: int
 
 
 def step(caches: list[Any], q: torch.Tensor, new: torch.Tensor, config: tsattn.SparseConfig) -> float:
-    """Seconds of one decode step through all layers."""
+    """Seconds of a decode step through all layers, mean of some."""
     start = time.perf_counter()
-    for cache, seqs in caches:
-        cache.append(seqs, *new)
-        cache.sparse_decode(seqs, q, config=config)
-    return time.perf_counter() - start
+    for _ in range(STEPS):
+        for cache, seqs in caches:
+            cache.append(seqs, *new)
+            cache.sparse_decode(seqs, q, config=config)
+    return (time.perf_counter() - start) / STEPS
 
 
 def measure(name: str, context: int, args: argparse.Namespace) -> dict[str, Any]:
