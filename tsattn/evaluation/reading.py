@@ -66,7 +66,7 @@ class Prefiller:
     progress : bool
         Show a bar.
     observe : bool
-        Keep what attention did, too (:mod:`tsattn.evaluation.observing`); it takes about as long as attention itself.
+        Keep what attention did, too (:mod:`tsattn.evaluation.observing`); it multiplies every query with every key once more.
     most_bytes : int
         Of snapshots that are kept; the last ones go first.
     """

@@ -6,6 +6,7 @@ by the sum of their weights; the paper has one set per head.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from tsattn.config import SparseConfig
@@ -18,14 +19,19 @@ def received(observed: Observed, heads: int) -> Tensor:
     return by_group(observed.received, heads).sum(1)
 
 
+def add_received(importance: Tensor, weights: Tensor) -> Tensor:
+    """What tokens [HKV, L] have got, with the weights [HQ, L] of one more query."""
+    return importance + by_group(weights, importance.shape[0]).sum(1)
+
+
 def _keep(step: Step, budget: int) -> Tensor:
     assert step.observed is not None
-    heads = step.keys.shape[0]
+    place = torch.arange(step.keys.shape[1], device=step.q.device)
 
-    def gain(importance: Tensor, weights: Tensor) -> Tensor:
-        return importance + by_group(weights, heads).sum(1)
+    def rank(importance: Tensor, alive: Tensor, seq_len: int) -> Tensor:
+        return importance.masked_fill(place >= seq_len - budget // 2, torch.inf)
 
-    return by_step(step, budget, received(step.observed, heads), gain, recent=budget // 2)
+    return by_step(step, budget, received(step.observed, step.keys.shape[0]), add_received, rank)
 
 
 def h2o(config: SparseConfig) -> KeptTokens:

@@ -91,7 +91,18 @@ def from_context(step: Step, kept: Tensor) -> Tensor:
     return old | new[:, None]
 
 
-def by_step(step: Step, budget: int, start: Tensor, gain: Callable[[Tensor, Tensor], Tensor], recent: int = 0) -> Tensor:
+Rank = Callable[[Tensor, Tensor, int], Tensor]
+"""``rank(importance [HKV, L], alive [HKV, L], seq_len) -> scores [HKV, L]`` of a row's tokens but its own; -inf drops one."""
+
+
+def by_importance(importance: Tensor, alive: Tensor, seq_len: int) -> Tensor:
+    """The order of most methods."""
+    return importance
+
+
+def by_step(
+    step: Step, budget: int, start: Tensor, gain: Callable[[Tensor, Tensor], Tensor], rank: Rank = by_importance
+) -> Tensor:
     """Evict as decoding goes on: before a row reads, the least important tokens go until it fits the budget with its own.
 
     Parameters
@@ -103,8 +114,8 @@ def by_step(step: Step, budget: int, start: Tensor, gain: Callable[[Tensor, Tens
         [HKV, L0] fp32, importance of the context's tokens.
     gain : callable
         ``gain(importance [HKV, L], weights [HQ, L]) -> importance``, after each row; weights are those of what it read.
-    recent : int
-        Newest tokens that stay whatever their importance, the row's own included.
+    rank : callable
+        Who goes first, see :data:`Rank`.
 
     Returns
     -------
@@ -117,10 +128,8 @@ def by_step(step: Step, budget: int, start: Tensor, gain: Callable[[Tensor, Tens
     alive = (place < step.context).expand(heads, -1)
     rows = []
     for logits, seq_len in zip(step.logits(), step.seq_lens.tolist(), strict=True):
-        own = place == seq_len - 1
-        is_recent = (place >= seq_len - recent) & ~own
-        ranked = torch.where(alive, importance.masked_fill(is_recent, torch.inf), -torch.inf)
-        alive = (alive & best_tokens(ranked, budget - 1)) | own
+        ranked = rank(importance, alive, seq_len).masked_fill(~alive, -torch.inf)
+        alive = (best_tokens(ranked, budget - 1) & (ranked > -torch.inf)) | (place == seq_len - 1)
         rows.append(alive)
         read = alive.repeat_interleave(logits.shape[0] // heads, 0)
         importance = gain(importance, step.weights(logits.masked_fill(~read, -torch.inf)))

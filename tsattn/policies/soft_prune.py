@@ -12,8 +12,8 @@ from torch import Tensor
 
 from tsattn.config import SparseConfig
 from tsattn.policies.base import OBSERVED_QUERIES, Step
-from tsattn.policies.h2o import received
-from tsattn.policies.kept_tokens import KeptTokens, best_tokens, by_group
+from tsattn.policies.h2o import add_received, received
+from tsattn.policies.kept_tokens import KeptTokens, by_step
 
 THRESHOLD = 0.1
 _ABOVE_SHARES = 1e9
@@ -29,21 +29,15 @@ def relative(got: Tensor, alive: Tensor, seq_len: int) -> Tensor:
 
 def _keep(step: Step, budget: int) -> Tensor:
     assert step.observed is not None
-    heads, length = step.keys.shape[:2]
-    place = torch.arange(length, device=step.q.device)
-    got = torch.nn.functional.pad(received(step.observed, heads), (0, length - step.context))
-    alive = (place < step.context).expand(heads, -1)
-    rows = []
-    for logits, seq_len in zip(step.logits(), step.seq_lens.tolist(), strict=True):
-        own, young = place == seq_len - 1, place >= seq_len - 1 - OBSERVED_QUERIES
+    place = torch.arange(step.keys.shape[1], device=step.q.device)
+
+    def rank(got: Tensor, alive: Tensor, seq_len: int) -> Tensor:
         share = relative(got, alive, seq_len - 1)
-        alive = alive & ((share >= THRESHOLD) | young)
-        ranked = torch.where(young, _ABOVE_SHARES * (1.0 + place - (seq_len - 1 - OBSERVED_QUERIES)), share)
-        alive = (alive & best_tokens(torch.where(alive, ranked, -torch.inf), budget - 1)) | own
-        rows.append(alive)
-        read = alive.repeat_interleave(logits.shape[0] // heads, 0)
-        got = got + by_group(step.weights(logits.masked_fill(~read, -torch.inf)), heads).sum(1)
-    return torch.stack(rows)
+        age = seq_len - 1 - place
+        pruned = share.masked_fill(share < THRESHOLD, -torch.inf)
+        return torch.where(age <= OBSERVED_QUERIES, _ABOVE_SHARES * (1.0 + OBSERVED_QUERIES - age), pruned)
+
+    return by_step(step, budget, received(step.observed, step.keys.shape[0]), add_received, rank)
 
 
 def soft_prune(config: SparseConfig) -> KeptTokens:
