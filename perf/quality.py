@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -212,7 +212,7 @@ def usual_tasks(loaded: Any, paragraphs: list[str]) -> list[Task]:
     return tasks
 
 
-def sweep(name: str, loaded: Any, paragraphs: list[str], out: Path, command: str) -> None:
+def sweep(name: str, loaded: Any, paragraphs: list[str], out: Path) -> None:
     """Measure one of the sweeps and write its report."""
     folder = out / name
     tasks = {"defaults": default_tasks, "proof": proof_tasks}.get(name, usual_tasks)(loaded, paragraphs)
@@ -220,7 +220,7 @@ def sweep(name: str, loaded: Any, paragraphs: list[str], out: Path, command: str
     if name != "options" and any(one.config.kind == "centroids" for one in specs):
         metric = query_variance(loaded.model, torch.tensor(tasks[0].context[:METRIC_TOKENS]))
     rows = grid.measure_grid(loaded.model, tasks, specs, metric=metric, path=folder / "rows.jsonl")
-    report.write(rows, folder, about_of(loaded, command))
+    report.write(rows, folder, about_of(loaded, f"python -m perf.quality {name}"))
 
 
 def equal_bytes(context: int) -> list[Spec]:
@@ -273,33 +273,36 @@ def figures(out: Path) -> None:
     report.frontier(rows, pictures / "quality_calibration.png", mark=[label_of(config)])
 
 
-OTHERS = {"heat_map": heat_map, "calibration": calibration}
+Sweep = Callable[[Any, list[str], Path], None]
+"""``sweep(loaded, paragraphs, out)`` measures and writes a folder."""
+
+
+def command(doc: str | None, sweeps: Mapping[str, Sweep], figures: Callable[[Path], None], out: str) -> None:
+    """The command line of a module of sweeps: run those that are named, then draw."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sweeps", nargs="+", choices=(*sweeps, "figures"))
+    parser.add_argument("--model", type=Path, metavar="DIR", help="a local Transformers model instead of Gemma 3 270M")
+    parser.add_argument("--cache-dir", type=Path, metavar="DIR", help="where the converted model is kept")
+    parser.add_argument("--threads", type=int, help="CPU threads (torch's default)")
+    parser.add_argument("--out", type=Path, default=Path(out), metavar="DIR", help="(%(default)s)")
+    args = parser.parse_args()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    named = [name for name in args.sweeps if name != "figures"]
+    if named:
+        paragraphs = haystack.read_paragraphs(haystack.essay_folder())
+        where = args.cache_dir or model.default_cache()
+        loaded = model.load(args.model, cache=where, dtype=torch.float32, device=torch.device("cpu"))
+        for name in named:
+            sweeps[name](loaded, paragraphs, args.out)
+    if "figures" in args.sweeps:
+        figures(args.out)
 
 
 def main() -> None:
     """Run the sweeps that are named."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("sweeps", nargs="+", choices=(*POLICIES, *OTHERS, "figures"))
-    parser.add_argument("--model", type=Path, metavar="DIR", help="a local Transformers model instead of Gemma 3 270M")
-    parser.add_argument("--cache-dir", type=Path, metavar="DIR", help="where the converted model is kept")
-    parser.add_argument("--threads", type=int, help="CPU threads (torch's default)")
-    parser.add_argument("--out", type=Path, default=Path("out/quality"), metavar="DIR", help="(%(default)s)")
-    args = parser.parse_args()
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    if "figures" in args.sweeps:
-        figures(args.out)
-        args.sweeps.remove("figures")
-    if not args.sweeps:
-        return
-    paragraphs = haystack.read_paragraphs(haystack.essay_folder())
-    where = args.cache_dir or model.default_cache()
-    loaded = model.load(args.model, cache=where, dtype=torch.float32, device=torch.device("cpu"))
-    for name in args.sweeps:
-        if name in OTHERS:
-            OTHERS[name](loaded, paragraphs, args.out)
-        else:
-            sweep(name, loaded, paragraphs, args.out, f"python -m perf.quality {name}")
+    sweeps: dict[str, Sweep] = {name: partial(sweep, name) for name in POLICIES}
+    command(__doc__, {**sweeps, "heat_map": heat_map, "calibration": calibration}, figures, "out/quality")
 
 
 if __name__ == "__main__":

