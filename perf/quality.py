@@ -304,7 +304,9 @@ def command(doc: str | None, sweeps: Mapping[str, Sweep], figures: Callable[[Pat
     """The command line of a module of sweeps: run those that are named, then draw."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sweeps", nargs="+", choices=(*sweeps, "figures"))
-    parser.add_argument("--model", type=Path, metavar="DIR", help="a local Transformers model instead of Gemma 3 270M")
+    parser.add_argument(
+        "--model", type=Path, metavar="PATH", help="a local Transformers model, or a GGUF file, instead of Gemma 3 270M"
+    )
     parser.add_argument("--cache-dir", type=Path, metavar="DIR", help="where the converted model is kept")
     parser.add_argument("--threads", type=int, help="CPU threads (torch's default)")
     parser.add_argument("--out", type=Path, default=Path(out), metavar="DIR", help="(%(default)s)")

@@ -22,7 +22,8 @@ from perf.quality import about_of, equal_bytes, maker
 from tsattn import PagedKVCache, SparseConfig
 from tsattn.evaluation import reading
 from tsattn.evaluation.chunk import score_chunk
-from tsattn.policies import Attended, Full, Step
+from tsattn.policies import Attended, Step
+from tsattn.policies.full import Full
 from tsattn.policies.kept_tokens import evict
 from tsattn.profiling import Profiler
 

@@ -96,7 +96,7 @@ def test_a_file_needs_a_question(tmp_path, capsys):
         (["--box-scale", "0.5"], "--box-scale would be ignored: only --kind minmax has a box"),
         (["--seed", "3", "--prompt-file", "x.txt", "--question", "Who?"], "--seed would be ignored"),
         (["--cache-dir", "somewhere"], "--cache-dir would be ignored"),
-        (["--model", "/does/not/exist"], "--model /does/not/exist is not a directory"),
+        (["--model", "/does/not/exist"], "--model /does/not/exist is neither a directory nor a .gguf file"),
         (["--prompt-file", "/does/not/exist.txt", "--question", "Who?"], "--prompt-file /does/not/exist.txt: No such file"),
         (["--prompt-file", "FOLDER", "--question", "Who?"], "--prompt-file FOLDER: Is a directory"),
         (["--prompt-file", "BINARY", "--question", "Who?"], "--prompt-file BINARY: it is not UTF-8 text"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.evaluation.real import needs_the_real_model
-from tests.evaluation.tiny import save_tiny_model
+from tests.evaluation.tiny import save_tiny_gguf, save_tiny_model
 from tsattn.evaluation import model
 
 
@@ -107,3 +107,22 @@ def test_the_real_model_finds_the_pass_key_in_few_pages(tmp_path):
     assert dense["right"]
     assert sparse["right"]
     assert sparse["share"] < 0.15
+
+
+def test_a_gguf_file_is_a_model(tmp_path):
+    pytest.importorskip("gguf")
+    path = tmp_path / "tiny" / "tiny.gguf"
+    path.parent.mkdir()
+    original = save_tiny_gguf(path)
+    where = {"cache": tmp_path, "dtype": torch.float32, "device": torch.device("cpu")}
+    ids = torch.arange(3, 90)[None]
+    for source in (path, path.parent):
+        loaded = model.load(source, **where)
+        assert loaded.name == source.name
+        assert loaded.decode(loaded.encode("Key 17.")) == "Key 17."
+        assert torch.equal(loaded.model(input_ids=ids).logits, original(input_ids=ids).logits)
+    (path.parent / "other.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ValueError, match="2 GGUF files in it: name one"):
+        model.load(path.parent, **where)
+    with pytest.raises(ValueError, match=r"other\.gguf can't be loaded"):
+        model.load(path.parent / "other.gguf", **where)

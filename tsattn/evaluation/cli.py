@@ -49,7 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--dtype", choices=("auto", *DTYPES), default="auto", help="auto: bfloat16 on a GPU, float32 on a CPU")
     run.add_argument("--threads", type=positive, metavar="N", help="CPU threads (torch's default)")
     run.add_argument("--prefill-chunk", type=positive, default=1024, metavar="TOKENS", help="(%(default)s)")
-    run.add_argument("--model", type=Path, metavar="DIR", help="a local Transformers model instead of Gemma 3 270M")
+    run.add_argument(
+        "--model", type=Path, metavar="PATH", help="a local Transformers model, or a GGUF file, instead of Gemma 3 270M"
+    )
     run.add_argument("--cache-dir", type=Path, metavar="DIR", help="where the converted model is kept (~/.cache/tsattn)")
     run.add_argument(
         "--out", type=Path, default=Path("out/eval"), metavar="DIR", help="for rows, report and pictures (%(default)s)"

@@ -7,6 +7,7 @@ import copy
 import importlib
 import os
 import shutil
+import struct
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -56,7 +57,8 @@ def load(source: Path | None, *, cache: Path, dtype: torch.dtype, device: torch.
     Parameters
     ----------
     source : Path or None
-        A directory with a Transformers model and tokenizer; None is Gemma 3 270M.
+        A directory with a Transformers model and tokenizer, or a GGUF file (or a directory with nothing but one), which is
+        dequantised; None is Gemma 3 270M.
     cache : Path
         Where the converted Gemma is kept.
     dtype, device
@@ -68,16 +70,29 @@ def load(source: Path | None, *, cache: Path, dtype: torch.dtype, device: torch.
         if not folder.is_dir():
             convert(folder)
     try:
+        where, packed = _gguf_of(folder)
         with _quiet(), tqdm(total=2, desc="Loading the model", unit="part", leave=False) as bar:
-            tokenizer = AutoTokenizer.from_pretrained(folder)
+            tokenizer = AutoTokenizer.from_pretrained(where, **packed)
             bar.update()
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").to(device).eval()
+            # No attention is asked for: Transformers takes sdpa, and eager where a softcap or sinks leave it no choice.
+            options = {"dtype": dtype, **packed, **(_dense() if packed else {})}
+            model = AutoModelForCausalLM.from_pretrained(where, **options).to(device).eval()
             bar.update()
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, ImportError, struct.error) as error:
         what = "--model" if source is not None else "the converted model (remove it to have it made again)"
         raise ValueError(f"{what} {folder} can't be loaded: {_first_line(error)}") from error
     model.requires_grad_(False)
     return LoadedModel(model, tokenizer, "gemma-3-270m (Q4_K_M, dequantised)" if source is None else folder.name)
+
+
+def _gguf_of(source: Path) -> tuple[Path, dict[str, str]]:
+    """A directory, and what names the GGUF file in it, if that is where the model is."""
+    if source.is_file():
+        return source.parent, {"gguf_file": source.name}
+    files = [] if (source / "config.json").exists() else sorted(path.name for path in source.glob("*.gguf"))
+    if len(files) > 1:
+        raise ValueError(f"there are {len(files)} GGUF files in it: name one")
+    return source, {"gguf_file": files[0]} if files else {}
 
 
 def convert(folder: Path) -> None:

@@ -27,12 +27,16 @@ def device_and_dtype(args: argparse.Namespace) -> tuple[torch.device, torch.dtyp
     return device, DTYPES[args.dtype]
 
 
-def check_model(folder: Path) -> None:
-    """Refuse what is no directory with a Transformers model."""
-    if not folder.is_dir():
-        raise FileNotFoundError(f"--model {folder} is not a directory")
-    if not (folder / "config.json").is_file():
-        raise FileNotFoundError(f"--model {folder} holds no Transformers model: there is no config.json in it")
+def check_model(source: Path) -> None:
+    """Refuse what is neither a directory with a Transformers model nor a GGUF file."""
+    if source.suffix == ".gguf" and source.is_file():
+        return
+    if not source.is_dir():
+        raise FileNotFoundError(f"--model {source} is neither a directory nor a .gguf file")
+    if not (source / "config.json").is_file() and not any(source.glob("*.gguf")):
+        raise FileNotFoundError(
+            f"--model {source} holds no Transformers model: there is no config.json in it, nor a .gguf file"
+        )
 
 
 def positive(text: str) -> int:

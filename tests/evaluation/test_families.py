@@ -1,0 +1,75 @@
+"""Other families of models: every policy and every evaluation of `python -m tsattn eval` over tiny random ones."""
+
+import json
+
+import pytest
+
+from tests.evaluation.tiny import save_tiny_gguf, save_tiny_model
+from tsattn.__main__ import main
+from tsattn.evaluation import grid, needles
+from tsattn.policies import POLICIES
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("tqdm")
+FEW = ("--depths", "1", "--continued", "6")
+FAMILIES = ("llama", "qwen3", "gpt2", "opt", "gemma2", "gpt_oss")
+BUDGET = 48
+KINDS = ("standard", *needles.HARD, *needles.DIAGNOSTICS)
+PAGED = ("tsattn", "paper", "random", "oracle-max", "oracle-mass", "entropy-stop")
+SPECS = [
+    f"{name}:budget={BUDGET}" + (",page_size=4" if name in PAGED else "") for name in (*POLICIES, "paper") if name != "full"
+]
+"""All of them, with less than the context."""
+
+
+@pytest.fixture(scope="module")
+def longbench(tmp_path_factory):
+    """A question with answers, and one with classes."""
+    path = tmp_path_factory.mktemp("longbench")
+    (path / "dataset2prompt.json").write_text(
+        json.dumps({"hotpotqa": "Read: {context}\nAsk: {input}\nSay:", "trec": "{context}\n{input}"})
+    )
+    (path / "dataset2maxlen.json").write_text(json.dumps({"hotpotqa": 4, "trec": 4}))
+    record = {"input": "who?", "context": "some text " * 30, "answers": ["he"], "_id": "one"}
+    (path / "hotpotqa.jsonl").write_text(json.dumps(record) + "\n")
+    (path / "trec.jsonl").write_text(json.dumps({**record, "all_classes": ["he", "she"]}) + "\n")
+    return path
+
+
+def evaluate(where, out, *argv):
+    """The rows of a run with all policies."""
+    specs = [word for text in ("full", *SPECS) for word in ("--policy", text)]
+    status = main(["eval", "--model", str(where), "--out", str(out), *specs, *argv])
+    assert status == 0
+    return grid.read_rows(out / "rows.jsonl")
+
+
+def check(rows, tasks):
+    """Every policy has a row of every task; what isn't dense reads less, and what is reads all."""
+    by_policy = {}
+    for row in rows:
+        by_policy.setdefault(row["policy"], []).append(row)
+    assert set(by_policy) == {"dense", "full", *SPECS}
+    assert {len(some) for some in by_policy.values()} == {tasks}
+    for name, some in by_policy.items():
+        for row in some:
+            is_dense = name in ("dense", "full")
+            assert (row["bytes_share"] == 1.0) == is_dense or name.startswith("soft-prune")
+            assert 0.0 < row["mass"] < 1.0 + 1e-5
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_policy_and_evaluation(family, longbench, essays, tmp_path):
+    where = save_tiny_model(tmp_path / family, family)
+    rows = evaluate(where, tmp_path / "out", "--contexts", "400", "--kinds", *KINDS, *FEW)
+    check(rows, len(KINDS) + 1)
+    assert {row["task"]["kind"] for row in rows if row["task"]["task"] == "retrieval"} == set(KINDS)
+    rows = evaluate(where, tmp_path / "bench", "--contexts", "200", "--longbench", str(longbench))
+    check(rows, 2)
+    assert {row["task"]["dataset"] for row in rows} == {"hotpotqa", "trec"}
+
+
+def test_a_gguf_file(essays, tmp_path):
+    pytest.importorskip("gguf")
+    save_tiny_gguf(tmp_path / "tiny.gguf")
+    check(evaluate(tmp_path / "tiny.gguf", tmp_path / "out", "--contexts", "300", "--kinds", "rare", *FEW), 2)
