@@ -52,6 +52,8 @@ FULL_LAYERS = (5, 11, 17)
 """Of Gemma 3 270M: those that attend to everything."""
 HEAT_SEEDS = {2048: (30,), 4096: (30,), 8192: (30,), 16384: (31,)}
 """Texts by context."""
+PAPER_BUDGETS = {2048: 464, 4096: 368, 8192: 288, 16384: 144}
+"""Tokens of the paper's lists, with which they read about as many bytes as the defaults do, by context."""
 METRIC_TOKENS = 2048
 """Of the first context, on which the metric of centroids is measured."""
 BOUNDS = ("box X=1",)
@@ -98,7 +100,7 @@ def pages() -> list[Spec]:
 def recent() -> list[Spec]:
     """How many of the newest pages are forced, at 512 tokens."""
     return [
-        spec(f"{name}, recent {number}", f"{SUMMARIES[name]},recent={number},budget=512")
+        spec(f"{name}, recent {number}", f"{SUMMARIES[name]},recent={number},reduce=max,budget=512")
         for name, number in product(FEW[:2], RECENT)
     ]
 
@@ -166,7 +168,7 @@ def proof() -> list[Spec]:
     """The candidates that are left, on texts that chose none of them."""
     halves = SUMMARIES["halves int8"]
     found = [spec(f"halves int8, max, {budget}", f"{halves},reduce=max,budget={budget}") for budget in (512, 640, 768)]
-    found.append(spec("halves int8, mix, 768", f"{halves},budget=768,reduce=mix"))
+    found += [spec(f"halves int8, mix, {budget}", f"{halves},budget={budget},reduce=mix") for budget in (768, 832)]
     return [*found, spec("paper, 768", "budget=768", "paper"), spec("oracle max, 768", "budget=768,reduce=max", "oracle-max")]
 
 

@@ -18,15 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from perf import rivals_steps, timing
-from perf.quality import Sweep, about_of, command, equal_bytes, maker, spec
+from perf.quality import PAPER_BUDGETS, Sweep, about_of, command, equal_bytes, maker, spec
 from tsattn.evaluation import grid, needles, report
 from tsattn.evaluation.specs import Spec
 from tsattn.evaluation.tasks import Row, Task
 
 RIVALS = ("streaming-llm", "h2o", "snapkv", "pyramidkv", "tova", "knorm")
 HEAT_SEEDS = {2048: 30, 4096: 30, 8192: 30}
-PAPER_BUDGETS = {2048: 384, 4096: 384, 8192: 256}
-"""Tokens of the paper's lists, with which they read about as many bytes as the defaults do."""
 RATIOS = (0.1, 0.2, 0.3, 0.5)
 RATIO_POLICIES = ("tsattn", "paper", "streaming-llm", "h2o", "snapkv", "tova", "soft-prune", "entropy-stop")
 SEEN_BUDGET = 128

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from perf.quality import about_of, equal_bytes, maker
+from perf.quality import PAPER_BUDGETS, about_of, equal_bytes, maker
 from tsattn import PagedKVCache, SparseConfig
 from tsattn.evaluation import reading
 from tsattn.evaluation.chunk import score_chunk
@@ -27,8 +27,7 @@ from tsattn.policies.full import Full
 from tsattn.policies.kept_tokens import evict
 from tsattn.profiling import Profiler
 
-CONTEXTS = {4096: 384, 8192: 256, 16384: 256}
-"""Budgets of the paper's lists that read about as many bytes as the defaults do."""
+CONTEXTS = (4096, 8192, 16384)
 STEPS = 64
 ROUNDS = 5
 SEED = 60
@@ -114,7 +113,7 @@ def policies(context: int) -> dict[str, Callable[[Step], Layer]]:
     return {
         "dense": dense,
         "tsattn": selecting(SparseConfig()),
-        "paper": selecting(SparseConfig.paper(token_budget=CONTEXTS[context])),
+        "paper": selecting(SparseConfig.paper(token_budget=PAPER_BUDGETS[context])),
         f"kept tokens ({tokens:,})": keeping(tokens),
     }
 

@@ -16,6 +16,12 @@ NOT_LOGITS = ("softmax", "mix")
 """Group reductions whose scores are shares, or places in an order."""
 
 
+class _Unsaid(str):
+    """A value that nobody wrote: it is chosen by what was written, anew in each copy with other fields."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True)
 class SparseConfig:
     """How pages are summarised, ranked and kept.
@@ -41,9 +47,10 @@ class SparseConfig:
     box_scale : float
         X of ``kind="minmax"``: half the width of the box of a page's keys counts X times. 1 is the upper bound of Quest and
         TinyServe; a smaller X bounds nothing.
-    group_reduce : {"max", "sum", "softmax", "mix", "none"}
+    group_reduce : {"mix", "max", "sum", "softmax", "none"}
         How the query heads of one KV head share a list of pages, see :func:`tsattn.score_pages`; ``"none"`` selects per query
-        head.
+        head. Where it isn't given it is "mix", but "max" with what can't rank whole rows of scores (``top_p``,
+        ``refine_pages``, a fused ``plan``) and for kind "minmax", whose "max" is a bound.
     stats_dtype : torch.dtype or None
         Storage of the page statistics; None is the dtype of the keys. ``torch.int8`` keeps codes with one fp32 scale per
         vector.
@@ -95,13 +102,13 @@ class SparseConfig:
     """
 
     page_size: int = 16
-    token_budget: int = 640
+    token_budget: int = 832
     sink_pages: int = 1
     recent_pages: int = 4
     kind: str = "means"
     parts: int = 2
     box_scale: float = 1.0
-    group_reduce: str = "max"
+    group_reduce: str = _Unsaid("mix")
     stats_dtype: torch.dtype | None = torch.int8
     min_seq_len: int = 0
     dense_layers: tuple[int, ...] = ()
@@ -126,6 +133,8 @@ class SparseConfig:
         for name, allowed in (("kind", tuple(SUMMARIES)), ("group_reduce", GROUP_REDUCTIONS), ("plan", PLANS)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"SparseConfig.{name} must be one of {allowed}, got {getattr(self, name)!r}")
+        if isinstance(self.group_reduce, _Unsaid):
+            object.__setattr__(self, "group_reduce", _Unsaid("max" if self._ranks_page_by_page() else "mix"))
         num_vectors(self.kind, self.parts)
         check_page_size(self.kind, self.page_size)
         if isinstance(self.box_scale, bool) or not isinstance(self.box_scale, int | float):
@@ -142,6 +151,15 @@ class SparseConfig:
         object.__setattr__(self, "shared_layers", tuple(_layers("shared_layers", group) for group in self.shared_layers))
         self._check_groups()
         self._check_refine()
+
+    def _ranks_page_by_page(self) -> bool:
+        """Whether "mix", which compares places in whole rows, can't serve or would lose a bound."""
+        return (
+            self.kind == "minmax"
+            or self.top_p is not None
+            or self.refine_pages is not None
+            or self.plan not in ("auto", "separate")
+        )
 
     def _check_groups(self) -> None:
         """A layer is in one group at most, and not dense too; a group has its first layer first."""

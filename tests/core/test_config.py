@@ -16,12 +16,34 @@ from tsattn.summaries import SUMMARIES, num_vectors, parts_of_full_page, sub_pag
 
 def test_defaults_and_the_published_setting():
     config = SparseConfig()
-    assert (config.page_size, config.token_budget, config.sink_pages, config.recent_pages) == (16, 640, 1, 4)
-    assert (config.kind, config.parts, config.stats_dtype, config.group_reduce) == ("means", 2, torch.int8, "max")
+    assert (config.page_size, config.token_budget, config.sink_pages, config.recent_pages) == (16, 832, 1, 4)
+    assert (config.kind, config.parts, config.stats_dtype, config.group_reduce) == ("means", 2, torch.int8, "mix")
     paper = SparseConfig.paper()
     assert (paper.kind, paper.box_scale, paper.group_reduce, paper.recent_pages) == ("minmax", 1.0, "none", 1)
     assert paper.stats_dtype is None
     assert SparseConfig.paper(token_budget=256, recent_pages=2) == dataclasses.replace(paper, token_budget=256, recent_pages=2)
+
+
+UNRANKABLE = [{"plan": "two"}, {"plan": "row"}, {"top_p": 0.9}, {"refine_pages": 64}, {"kind": "minmax"}]
+
+
+@pytest.mark.parametrize("options", UNRANKABLE)
+def test_a_reduction_that_nobody_wrote_suits_what_was_written(options):
+    for config in (SparseConfig(**options), dataclasses.replace(SparseConfig(), **options)):
+        assert config.group_reduce == "max"
+        back = dataclasses.replace(config, **{name: getattr(SparseConfig(), name) for name in options})
+        assert back == SparseConfig()
+        assert back.group_reduce == "mix"
+    assert SparseConfig.from_dict(json.loads(json.dumps(config.as_dict()))) == config
+    assert pickle.loads(pickle.dumps(SparseConfig())) == copy.deepcopy(SparseConfig()) == SparseConfig()
+
+
+def test_a_reduction_that_was_written_stays():
+    assert dataclasses.replace(SparseConfig(group_reduce="max"), parts=4).group_reduce == "max"
+    assert dataclasses.replace(SparseConfig(group_reduce="mix"), kind="minmax").group_reduce == "mix"
+    for options in ({"top_p": 0.9}, {"refine_pages": 64}):
+        with pytest.raises(ValueError, match="mix"):
+            SparseConfig(group_reduce="mix", **options)
 
 
 def test_pages_kept_rounds_up():
@@ -97,7 +119,7 @@ def test_budgets_of_layers_are_sorted_pairs_and_make_configurations():
     config = SparseConfig(layer_budgets={7: 256, 2: 2048}, dense_layers=(0,))
     assert config == SparseConfig(layer_budgets=[(2, 2048), [7, 256]], dense_layers=(0,))
     assert config.layer_budgets == ((2, 2048), (7, 256))
-    assert [config.for_layer(layer).token_budget for layer in (0, 2, 7)] == [640, 2048, 256]
+    assert [config.for_layer(layer).token_budget for layer in (0, 2, 7)] == [832, 2048, 256]
     assert config.for_layer(3) == SparseConfig(dense_layers=(0,))
     assert len({config, pickle.loads(pickle.dumps(config))}) == 1
     plain = SparseConfig()
