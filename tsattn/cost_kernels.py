@@ -3,7 +3,8 @@
 The tests compare each function with counts taken in the interpreter (:mod:`tsattn.testing.traffic`). Reads are fetches:
 lanes of one load that share an address count once. Tensors are named as the kernels name them; scratch is
 
-    per_head, head_lse, shares, best    scores of the query heads and what "softmax" and "mix" make of them
+    per_head, head_lse    scores of the query heads, and their log-sum-exp
+    shares, best          what "softmax" and "mix" make of them; "ranked" where both are read
     keep, chosen                        pages for a mass, candidates of the chunks
     physical, tokens                    a list as physical pages, and how many tokens it has
     counters                            by which programs of a fused plan find out who is the last
@@ -45,6 +46,7 @@ class Tiles:
     BLOCK_P: int = 32
     BLOCK_N: int = 1024
     BLOCK_RANK: int = 64
+    MAX_RANKED: int = 512
     MAX_BLOCK: int = 2048
     MAX_HEAP: int = 16
     BLOCK_T: int = 64
@@ -75,6 +77,8 @@ def score(
     reduce: str = "max",
     boxes: bool = False,
     plan: str = "separate",
+    leading: Leading | None = None,
+    rounds: int = 32,
 ) -> Cost:
     """Scoring of rows whose table has `cells` cells.
 
@@ -87,12 +91,18 @@ def score(
         A box scale per head.
     plan : str
         As ``SparseConfig.plan``: by a fused plan only a row's own pages have scores.
+    leading : Leading, optional
+        The lists that "mix" is to settle, in a decode step; default all scores.
+    rounds : int
+        As in :func:`select`.
     """
     block_m = pow2(layer.vectors) if layer.kind in ("means", "centroids") or layer.page_scales else 1
     pages = max(16 // block_m, 2 * tiles.BLOCK_P // pow2(layer.vectors), 1)
     cost = total(_score_row(layer, n, cells, pages, reduce, boxes, plan) for n in lengths)
     if reduce in WHOLE_ROWS:
-        cost += total(_reduce_row(layer, n, cells, tiles, reduce == "mix") for n in lengths)
+        if leading is not None and (reduce != "mix" or cells <= max(leading.width, tiles.MAX_RANKED)):
+            leading = None
+        cost += total(_reduce_row(layer, n, cells, tiles, reduce == "mix", leading, rounds) for n in lengths)
     return cost
 
 
@@ -118,23 +128,45 @@ def _score_row(layer: Layer, length: int, cells: int, tile: int, reduce: str, bo
     return Cost(reads, writes, flops, {"counters": (arrivals + tickets) * I32}) * layer.heads_kv
 
 
-def _reduce_row(layer: Layer, length: int, cells: int, tiles: Tiles, mix: bool) -> Cost:
+@dataclass(frozen=True)
+class Leading:
+    """Lists of a decode step: `width` pages, the forced ones among them."""
+
+    width: int
+    sink_pages: int
+    recent_pages: int
+
+
+def _reduce_row(layer: Layer, length: int, cells: int, tiles: Tiles, mix: bool, leading: Leading | None, rounds: int) -> Cost:
     """Joining scores [HQ, N] of one row into [HKV, N]: log-sum-exp, shares, and for mix the ranks, found by counting."""
     used, group = layer.pages(length), layer.group
-    shares, ranks = cdiv(cells, tiles.BLOCK_N), cdiv(cells, tiles.BLOCK_RANK) if mix else 0
-    target = "shares" if mix else "scores"
+    shares = cdiv(cells, tiles.BLOCK_N)
     reads = {
-        "seq_lens": (group + shares + ranks) * I32,
+        "seq_lens": (group + shares) * I32,
         "per_head": 2 * group * used * F32,
         "head_lse": shares * group * F32,
-        # Every tile of ranks reads all scores of the row, and its own ones first (and those of `best` again at the end).
-        "best": (ranks * used + 2 * used) * F32 if mix else 0,
-        "shares": (ranks * used + used) * F32 if mix else 0,
     }
-    writes = {"head_lse": group * F32, target: cells * F32}
+    writes = {"head_lse": group * F32, "shares" if mix else "scores": cells * F32}
     if mix:
         writes |= {"best": cells * F32, "scores": cells * F32}
-    return Cost(reads, writes) * layer.heads_kv
+    cost = Cost(reads, writes)
+    if leading is not None:
+        cost += _rank_leaders(used, cells, tiles, leading, rounds)
+    elif mix:
+        # Every tile of ranks reads all scores of the row by both orders, and its own ones first.
+        ranks = cdiv(cells, tiles.BLOCK_RANK)
+        cost += Cost({"seq_lens": ranks * I32, "ranked": 2 * (ranks + 1) * used * F32})
+    return cost * layer.heads_kv
+
+
+def _rank_leaders(used: int, cells: int, tiles: Tiles, leading: Leading, rounds: int) -> Cost:
+    """The best pages of one KV head by both orders, and their ranks among themselves. Tensors are named as select does."""
+    width, kept = leading.width, min(leading.width, used)
+    plan, name = _plan(used, kept, leading.sink_pages, leading.recent_pages), algorithm(cells, width, tiles)
+    cost = _select_list(plan, cells, width, tiles.MAX_BLOCK, name, rounds, {"seq_lens": I32}) * 2
+    programs = 2 * cdiv(width, tiles.BLOCK_RANK)
+    reads = {"page_ids": (2 + 2 * programs) * width * I32, "scores": (4 + 2 * programs) * kept * F32}
+    return cost + Cost(reads, {"scores": 2 * kept * F32})
 
 
 @dataclass(frozen=True)

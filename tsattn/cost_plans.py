@@ -19,7 +19,7 @@ from typing import Any
 
 from tsattn.cost import Cost, Layer, cdiv
 from tsattn.cost_attend import attend_splits, max_splits, merge_splits, num_chunks, split_counts, walk
-from tsattn.cost_kernels import DEFAULT_TILES, I32, WHOLE_ROWS, Tiles, score, select
+from tsattn.cost_kernels import DEFAULT_TILES, I32, WHOLE_ROWS, Leading, Tiles, score, select
 from tsattn.cost_refine import refined_lists
 
 PLANS = ("separate", "two", "ticket", "row")
@@ -82,7 +82,8 @@ def decode(
         forced: dict[str, Any] = {"sink_pages": sink_pages, "recent_pages": recent_pages}
         cost = refined_lists(layer, lengths, cells, width, refine_pages, tiles, **choice, **forced)
         return cost + _attend_rows(plan, layer, lengths, width, tiles, sink_size, budgets, kept)
-    cost = score(layer, lengths, cells, tiles, reduce=reduce, plan=plan)
+    leading = Leading(width, sink_pages, recent_pages)
+    cost = score(layer, lengths, cells, tiles, reduce=reduce, plan=plan, leading=leading, rounds=rounds)
     name, select_tiles = None, tiles
     if plan != "separate":
         split = layer.kind == "meanvar" or (layer.kind == "minmax" and box_scale != 1)

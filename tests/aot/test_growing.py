@@ -84,7 +84,7 @@ EXPECTED = {
     "row": {"_row_kernel"},
 }
 ALWAYS = {"_append_kernel", "_attend_kernel", "_merge_splits_kernel"}
-GROUP = {"_page_lse_kernel", "_group_softmax_kernel", "_mix_kernel"}
+GROUP = {"_page_lse_kernel", "_group_softmax_kernel", "_mix_kernel", "_mix_leaders_kernel"}
 
 
 def compilations(plan, reduce, integer, stats, kind):
@@ -107,5 +107,7 @@ STEPS_OF = [
 @pytest.mark.parametrize("plan, reduce, integer, stats, kind", STEPS_OF)
 def test_a_thousand_growing_steps_compile_every_kernel_once(plan, reduce, integer, stats, kind):
     found = compilations(plan, reduce, integer, stats, kind)
-    assert set(found.values()) == {1}, found
+    # "mix" selects twice: the leading pages of both orders, and the list, which is translated to physical pages, too.
+    twice = {name for name in found if name.startswith("_select_") and reduce == "mix"}
+    assert found == {name: 1 + (name in twice) for name in found}
     assert set(found) == EXPECTED[plan] | ALWAYS | (GROUP if reduce == "mix" else set())

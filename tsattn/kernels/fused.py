@@ -27,6 +27,7 @@ from tsattn.kernels.launch import Growing, Piece, constants, on_device_of, scrat
 from tsattn.kernels.refine import refined_lists
 from tsattn.kernels.refine import scratch_pieces as refine_scratch
 from tsattn.kernels.score import WHOLE_ROWS, score_arguments, score_pages
+from tsattn.kernels.score_group import Leading
 from tsattn.kernels.score_group import scratch_pieces as group_pieces
 from tsattn.kernels.select import scratch_pieces as select_pieces
 from tsattn.kernels.select import select_lists
@@ -146,7 +147,7 @@ def scratch_bytes(
         step += refine_scratch(rows, num_heads, num_lists, head_dim, num_cells, width, refine_pages, dtype, top_p)
     if group_reduce in WHOLE_ROWS:
         step.append(((rows, num_heads, num_cells), torch.float32))
-        step += group_pieces(rows, num_heads, num_kv_heads, num_cells, mix=group_reduce == "mix")
+        step += group_pieces(rows, num_heads, num_kv_heads, num_cells, group_reduce == "mix", width)
     step += attend(width, num_lists)
     dense = attend(num_cells, num_kv_heads)
     selection = select_pieces(rows * num_lists, num_cells, width, top_p=True)
@@ -340,7 +341,8 @@ def sparse_decode(
         )
     elif plan == "separate":
         marks.part("score")
-        score_pages(q, page_stats, page_table, seq_lens, scores, scratch=scratch, **score_options)
+        leading = Leading(width, sink_pages, recent_pages)
+        score_pages(q, page_stats, page_table, seq_lens, scores, scratch=scratch, leading=leading, **score_options)
         marks.part("select")
         with on_device_of(q):
             if top_p is not None:

@@ -29,7 +29,7 @@ from tsattn.kernels.launch import (
     stride_or_zero,
 )
 from tsattn.kernels.primitives import cdiv, pages_of
-from tsattn.kernels.score_group import reduce_over_group
+from tsattn.kernels.score_group import Leading, reduce_over_group
 from tsattn.kernels.score_tile import NONE, ScoreShape, ScoreTensors, score_tile
 from tsattn.kernels.summary import KIND_CODES
 from tsattn.scratch import Scratch
@@ -173,8 +173,9 @@ def score_pages(
     page_stats_scale: torch.Tensor | None = None,
     page_stats_weight: torch.Tensor | None = None,
     scratch: Scratch | None = None,
+    leading: Leading | None = None,
 ) -> None:
-    """Score all pages of all rows; -inf past a row's last page."""
+    """Score all pages of all rows; -inf past a row's last page. With `leading` "mix" settles only what its lists can hold."""
     num_rows, num_cells = page_table.shape
     if num_rows * num_cells == 0:
         return
@@ -207,4 +208,5 @@ def score_pages(
             tensors, *growing, constants(shape), num_warps=config.num_warps, num_stages=config.num_stages
         )
         if whole_rows:
-            reduce_over_group(target, seq_lens, scores, page_size=page_size, mix=group_reduce == "mix", scratch=scratch)
+            whole = {"page_size": page_size, "mix": group_reduce == "mix", "leading": leading}
+            reduce_over_group(target, seq_lens, scores, scratch=scratch, **whole)

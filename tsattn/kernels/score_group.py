@@ -7,11 +7,15 @@ With s[h, n] the scores of the G query heads of one KV head, all of them over th
     mix       score[n] = -min(2 * rank_max[n], 2 * rank_softmax[n] + 1), ranks in the order (score descending, page
               ascending): the first K pages take turns from both rankings
 
-    per_head fp32 [R, HQ, N]    scores fp32 [R, HKV, N]
+    per_head fp32 [R, HQ, N]    scores fp32 [R, HKV, N]    ranked fp32 [R, 2 * HKV, N]: shares of softmax, then maxima
 
 Grids on axis x: one program per (row, query head) for lse, one per (row, KV head, tile of pages) for the rest. Ranks are
-found by counting, which needs no sort and gives the tie order for nothing.
+found by counting, which needs no sort and gives the tie order for nothing. Among all pages that is quadratic in N. A list of
+K pages needs no more than the K best of both rankings, though: in a decode step over long rows these are selected first
+(`leaders`), and only they are ranked, among themselves.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -19,6 +23,9 @@ import triton.language as tl
 
 from tsattn.kernels.launch import Piece
 from tsattn.kernels.primitives import cdiv, order_key, pages_of
+from tsattn.kernels.select import scratch_pieces as select_pieces
+from tsattn.kernels.select import select_lists
+from tsattn.kernels.select_row import SelectArgs
 from tsattn.scratch import Scratch
 from tsattn.tuning.space import pick
 
@@ -42,18 +49,23 @@ def _page_lse_kernel(lse, per_head, seq_lens, stride_len, N, HQ: tl.constexpr, S
     tl.store(lse + tl.program_id(0), top + tl.log(total))
 
 
-@triton.jit(do_not_specialize=["stride_or", "stride_oh", "N"])
+@triton.jit(do_not_specialize=["stride_or", "stride_oh", "stride_fr", "stride_fh", "N", "floor"])
 def _group_softmax_kernel(
     shares,
-    best,  # also the maximum over the group, or None
+    best,  # also the maximum over the group, in the strides of shares, or None
+    scores,  # with "mix" also `floor` for every page of the row, where that is below 0; or None
     per_head,
     lse,
     seq_lens,
     stride_or,
     stride_oh,
     stride_on,
+    stride_fr,
+    stride_fh,
+    stride_fn,
     stride_len,
     N,
+    floor,
     HKV: tl.constexpr,
     G: tl.constexpr,
     S: tl.constexpr,
@@ -73,31 +85,48 @@ def _group_softmax_kernel(
         top = tl.maximum(top, s)
     total = tl.where(top == float("inf"), float("inf"), total)
     total = tl.where(used, total, float("-inf"))
-    tl.store(shares + row * stride_or + head * stride_oh + n.to(tl.int64) * stride_on, total, mask=n < N)
+    place = row * stride_or + head * stride_oh + n.to(tl.int64) * stride_on
+    tl.store(shares + place, total, mask=n < N)
     if best is not None:
-        tl.store(best + (row * HKV + head) * N + n, top, mask=n < N)
+        tl.store(best + place, top, mask=n < N)
+    if scores is not None:
+        lowest = tl.where(used, floor, float("-inf"))
+        tl.store(scores + row * stride_fr + head * stride_fh + n.to(tl.int64) * stride_fn, lowest, mask=(n < N) & (floor < 0.0))
 
 
 @triton.jit
-def _count_ahead(scores, n, num_used, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr):
-    """0-based rank of pages n [BLOCK_R] among the row's pages: how many come before each."""
-    mine = order_key(tl.load(scores + n, mask=n < num_used, other=float("-inf")))
+def _count_ahead(scores, mine, n, members, count, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr):
+    """How many pages come before each of n [BLOCK_R], whose order keys are `mine`: of the pages that the list `members` names,
+    which has `count` cells and -1 behind its end, or of all pages below `count` where there is no list."""
     ahead = tl.zeros([BLOCK_R], tl.int32)
-    for first in range(0, num_used, BLOCK_N):
+    for first in range(0, count, BLOCK_N):
         m = first + tl.arange(0, BLOCK_N)
-        other = order_key(tl.load(scores + m, mask=m < num_used, other=float("-inf")))
+        inside = m < count
+        if members is not None:
+            m = tl.load(members + m, mask=inside, other=-1)
+            inside = m >= 0
+        other = order_key(tl.load(scores + m, mask=inside, other=float("-inf")))
         higher = other[None, :] > mine[:, None]
         tied = (other[None, :] == mine[:, None]) & (m[None, :] < n[:, None])
-        before = (higher | tied) & (m < num_used)[None, :]
-        ahead += tl.sum(before.to(tl.int32), axis=1)
+        ahead += tl.sum(((higher | tied) & inside[None, :]).to(tl.int32), axis=1)
     return ahead
+
+
+@triton.jit
+def _turns(best, shares, n, inside, by_max, by_softmax, count, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Scores of pages n [BLOCK_R] by "mix", with ranks among the pages of two lists, or all below `count`."""
+    top = tl.load(best + n, mask=inside, other=float("-inf"))
+    share = tl.load(shares + n, mask=inside, other=float("-inf"))
+    rank_max = _count_ahead(best, order_key(top), n, by_max, count, BLOCK_R, BLOCK_N)
+    rank_softmax = _count_ahead(shares, order_key(share), n, by_softmax, count, BLOCK_R, BLOCK_N)
+    turn = (-tl.minimum(2 * rank_max, 2 * rank_softmax + 1)).to(tl.float32)
+    return tl.where(top == float("inf"), float("inf"), turn)
 
 
 @triton.jit(do_not_specialize=["stride_or", "stride_oh", "N"])
 def _mix_kernel(
     scores,
-    best,
-    shares,
+    ranked,
     seq_lens,
     stride_or,
     stride_oh,
@@ -110,37 +139,94 @@ def _mix_kernel(
     BLOCK_N: tl.constexpr,
 ):
     num_tiles = cdiv(N, BLOCK_R)
-    first = (tl.program_id(0) % num_tiles) * BLOCK_R
+    n = (tl.program_id(0) % num_tiles) * BLOCK_R + tl.arange(0, BLOCK_R)
     row_head = (tl.program_id(0) // num_tiles).to(tl.int64)
     row = row_head // HKV
     head = row_head % HKV
     num_used = pages_of(tl.load(seq_lens + row * stride_len), N, S)
-    n = first + tl.arange(0, BLOCK_R)
-    by_max = _count_ahead(best + row_head * N, n, num_used, BLOCK_R, BLOCK_N)
-    by_softmax = _count_ahead(shares + row_head * N, n, num_used, BLOCK_R, BLOCK_N)
-    turn = (-tl.minimum(2 * by_max, 2 * by_softmax + 1)).to(tl.float32)
-    unbounded = tl.load(best + row_head * N + n, mask=n < num_used, other=0.0) == float("inf")
-    turn = tl.where(unbounded, float("inf"), turn)
+    shares = ranked + (row * (2 * HKV) + head) * N
+    best = shares + HKV * N
+    turn = _turns(best, shares, n, n < num_used, None, None, num_used, BLOCK_R, BLOCK_N)
     turn = tl.where(n < num_used, turn, float("-inf"))
     tl.store(scores + row * stride_or + head * stride_oh + n.to(tl.int64) * stride_on, turn, mask=n < N)
 
 
-def scratch_pieces(num_rows: int, num_heads: int, num_kv_heads: int, num_cells: int, mix: bool) -> list[Piece]:
-    """What :func:`reduce_over_group` takes from its scratch."""
+@triton.jit(do_not_specialize=["stride_or", "stride_oh", "N", "K"])
+def _mix_leaders_kernel(
+    scores,
+    ranked,
+    leaders,  # int32 [R, 2 * HKV, K]: the best pages by shares, then by maxima, and the forced ones in both
+    stride_or,
+    stride_oh,
+    stride_on,
+    N,
+    K,
+    HKV: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    num_tiles = cdiv(K, BLOCK_R)
+    i = (tl.program_id(0) % num_tiles) * BLOCK_R + tl.arange(0, BLOCK_R)
+    which = (tl.program_id(0) // num_tiles).to(tl.int64)
+    row = which // (2 * HKV)
+    head = which % HKV
+    n = tl.load(leaders + which * K + i, mask=i < K, other=-1)
+    shares = ranked + (row * (2 * HKV) + head) * N
+    by_softmax = leaders + (row * (2 * HKV) + head) * K
+    turn = _turns(shares + HKV * N, shares, n, n >= 0, by_softmax + HKV * K, by_softmax, K, BLOCK_R, BLOCK_N)
+    tl.store(scores + row * stride_or + head * stride_oh + n.to(tl.int64) * stride_on, turn, mask=n >= 0)
+
+
+class Leading(NamedTuple):
+    """What a decode step keeps of a row: a list of `width` pages, the forced ones among them."""
+
+    width: int
+    sink_pages: int
+    recent_pages: int
+
+
+def ranks_leaders(num_cells: int, width: int) -> bool:
+    """Whether a step with lists of `width` pages ranks the best pages alone; a few are ranked faster than chosen from."""
+    return num_cells > max(width, pick("reduce")["MAX_RANKED"])
+
+
+def scratch_pieces(
+    num_rows: int, num_heads: int, num_kv_heads: int, num_cells: int, mix: bool, width: int | None = None
+) -> list[Piece]:
+    """What :func:`reduce_over_group` takes from its scratch, for lists of `width` pages or for all scores."""
     pieces: list[Piece] = [((num_rows, num_heads), torch.float32)]
-    return pieces + 2 * mix * [((num_rows, num_kv_heads, num_cells), torch.float32)]
+    if not mix:
+        return pieces
+    lists = num_rows, 2 * num_kv_heads
+    pieces.append(((*lists, num_cells), torch.float32))
+    if width is not None and ranks_leaders(num_cells, width):
+        pieces += [((*lists, width), torch.int32), (lists, torch.int32)]
+        pieces += select_pieces(num_rows * 2 * num_kv_heads, num_cells, width, top_p=False)
+    return pieces
 
 
 def reduce_over_group(
-    per_head: torch.Tensor, seq_lens: torch.Tensor, scores: torch.Tensor, *, page_size: int, mix: bool, scratch: Scratch
+    per_head: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scores: torch.Tensor,
+    *,
+    page_size: int,
+    mix: bool,
+    scratch: Scratch,
+    leading: Leading | None,
 ) -> None:
-    """Join contiguous head scores [R, HQ, N] into `scores` [R, HKV, N]: "softmax", or "mix"."""
+    """Join contiguous head scores [R, HQ, N] into `scores` [R, HKV, N]: "softmax", or "mix".
+
+    With `leading` pages that can't get into its list have one score, below that of all others.
+    """
     num_rows, num_heads, num_cells = per_head.shape
     num_kv_heads = scores.shape[1]
     config = pick("reduce")
+    if leading is not None and not (mix and ranks_leaders(num_cells, leading.width)):
+        leading = None
     pieces = scratch_pieces(num_rows, num_heads, num_kv_heads, num_cells, mix)
     lse, *taken = (scratch.take(*piece) for piece in pieces)
-    shares, best = taken if mix else (scores, None)
+    shares, best = (taken[0][:, :num_kv_heads], taken[0][:, num_kv_heads:]) if mix else (scores, None)
     _page_lse_kernel[(num_rows * num_heads,)](
         lse,
         per_head,
@@ -155,23 +241,25 @@ def reduce_over_group(
     _group_softmax_kernel[(num_rows * num_kv_heads * triton.cdiv(num_cells, config["BLOCK_N"]),)](
         shares,
         best,
+        scores if mix else None,
         per_head,
         lse,
         seq_lens,
         *shares.stride(),
+        *scores.stride(),
         seq_lens.stride(0),
         num_cells,
+        0.0 if leading is None else -2.0 * (leading.width + 1),
         HKV=num_kv_heads,
         G=num_heads // num_kv_heads,
         S=page_size,
         BLOCK_N=config["BLOCK_N"],
         num_warps=config.num_warps,
     )
-    if mix:
+    if mix and leading is None:
         _mix_kernel[(num_rows * num_kv_heads * triton.cdiv(num_cells, config["BLOCK_RANK"]),)](
             scores,
-            best,
-            shares,
+            taken[0],
             seq_lens,
             *scores.stride(),
             seq_lens.stride(0),
@@ -182,3 +270,29 @@ def reduce_over_group(
             BLOCK_N=config["BLOCK_OTHER"],
             num_warps=config.num_warps,
         )
+    if leading is not None:
+        _mix_leaders(taken[0], seq_lens, scores, page_size, leading, scratch)
+
+
+def _mix_leaders(
+    ranked: torch.Tensor, seq_lens: torch.Tensor, scores: torch.Tensor, page_size: int, leading: Leading, scratch: Scratch
+) -> None:
+    """Write the scores of pages that a list can hold; `ranked` is [R, 2 * HKV, N]."""
+    num_rows, num_lists, num_cells = ranked.shape
+    config, width = pick("reduce"), leading.width
+    leaders = scratch.take((num_rows, num_lists, width), torch.int32)
+    counts = scratch.take((num_rows, num_lists), torch.int32)
+    forced = leading.sink_pages, leading.recent_pages
+    select_lists(SelectArgs(ranked, seq_lens, leaders, counts, None, None, page_size, *forced), scratch)
+    _mix_leaders_kernel[(num_rows * num_lists * triton.cdiv(width, config["BLOCK_RANK"]),)](
+        scores,
+        ranked,
+        leaders,
+        *scores.stride(),
+        num_cells,
+        width,
+        HKV=num_lists // 2,
+        BLOCK_R=config["BLOCK_RANK"],
+        BLOCK_N=config["BLOCK_OTHER"],
+        num_warps=config.num_warps,
+    )

@@ -28,6 +28,7 @@ from triton.runtime.jit import JITFunction
 
 from tsattn import kernels
 from tsattn.kernels import select
+from tsattn.kernels.score_group import Leading
 from tsattn.summaries import SUMMARIES
 from tsattn.testing.aot_steps import mass, merge, refine
 from tsattn.tuning import space
@@ -152,6 +153,7 @@ def _score(
     box: float | None = 1.0,
     rows: int = 3,
     cells: int = 100,
+    width: int | None = None,
 ) -> None:
     q = torch.zeros(rows, _HEADS_KV * group, dim, dtype=dtype)
     page_stats, numbers = _statistics(kind, m, dim, stats)
@@ -167,6 +169,7 @@ def _score(
         box_scale=torch.ones(_HEADS_KV) if box is None else box,
         softmax_scale=dim**-0.5,
         group_reduce=reduce,
+        leading=None if width is None else Leading(width, 1, 4),
         **numbers,
     )
 
@@ -293,6 +296,7 @@ def cases() -> dict[str, Callable[[], None]]:
     add(_score, "minmax", 2, FP16, FP16, 80, 64, 5, "none", box=0.25)
     add(_score, "minmax", 2, FP32, FP32, 256, 16, 1, "sum", box=None)
     add(_score, "means", 2, BF16, BF16, 128, 16, 4, "mix")
+    add(_score, "means", 2, BF16, INT8, 128, 16, 4, "mix", cells=2048, width=52)
     add(_score, "means", 1, FP16, FP16, 64, 1, 1, "none", rows=1, cells=1)
     add(_score, "means", 4, BF16, FP32, 256, 64, 5, "softmax")
     add(_score, "meanvar", 2, BF16, BF16, 128, 16, 4, "max")
