@@ -16,10 +16,9 @@ NOT_LOGITS = ("softmax", "mix")
 """Group reductions whose scores are shares, or places in an order."""
 
 
-class _Unsaid(str):
-    """A value that nobody wrote: it is chosen by what was written, anew in each copy with other fields."""
-
-    __slots__ = ()
+_UNWRITTEN = {word: bytes(word, "ascii").decode() for word in ("mix", "max")}
+"""Values of ``group_reduce`` that nobody wrote. They are equal to the written words and told from them by identity, so that a
+copy with other fields (``dataclasses.replace``) chooses anew; to all others they are plain strings."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +107,7 @@ class SparseConfig:
     kind: str = "means"
     parts: int = 2
     box_scale: float = 1.0
-    group_reduce: str = _Unsaid("mix")
+    group_reduce: str = _UNWRITTEN["mix"]
     stats_dtype: torch.dtype | None = torch.int8
     min_seq_len: int = 0
     dense_layers: tuple[int, ...] = ()
@@ -133,8 +132,8 @@ class SparseConfig:
         for name, allowed in (("kind", tuple(SUMMARIES)), ("group_reduce", GROUP_REDUCTIONS), ("plan", PLANS)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"SparseConfig.{name} must be one of {allowed}, got {getattr(self, name)!r}")
-        if isinstance(self.group_reduce, _Unsaid):
-            object.__setattr__(self, "group_reduce", _Unsaid("max" if self._ranks_page_by_page() else "mix"))
+        if not self._wrote_reduction:
+            object.__setattr__(self, "group_reduce", _UNWRITTEN["max" if self._ranks_page_by_page() else "mix"])
         num_vectors(self.kind, self.parts)
         check_page_size(self.kind, self.page_size)
         if isinstance(self.box_scale, bool) or not isinstance(self.box_scale, int | float):
@@ -152,11 +151,15 @@ class SparseConfig:
         self._check_groups()
         self._check_refine()
 
+    @property
+    def _wrote_reduction(self) -> bool:
+        return self.group_reduce is not _UNWRITTEN["mix"] and self.group_reduce is not _UNWRITTEN["max"]
+
     def _ranks_page_by_page(self) -> bool:
         """Whether "mix", which compares places in whole rows, can't serve or would lose a bound."""
         return (
             self.kind == "minmax"
-            or self.top_p is not None
+            or self.mass is not None
             or self.refine_pages is not None
             or self.plan not in ("auto", "separate")
         )
@@ -186,7 +189,7 @@ class SparseConfig:
             raise TypeError(f"SparseConfig.top_p must be a float, got {self.top_p!r}")
         if not 0.0 < self.top_p <= 1.0:
             raise ValueError(f"SparseConfig.top_p must be in (0, 1], got {self.top_p!r}")
-        if self.group_reduce in NOT_LOGITS:
+        if self.group_reduce in NOT_LOGITS and (self.mass is not None or self._wrote_reduction):
             raise ValueError(
                 f"SparseConfig.top_p adds up exp(score), but the scores of group_reduce={self.group_reduce!r} are no logits"
             )

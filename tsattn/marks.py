@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -37,7 +38,7 @@ def part(stage: str) -> None:
 
 def again() -> None:
     """Tell that the next call repeats the last one for other statistics."""
-    if listener is not None:
+    if listener is not None and not torch.compiler.is_compiling():
         listener.again()
 
 

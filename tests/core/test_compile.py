@@ -208,6 +208,13 @@ class Quantised(torch.nn.Module):
         return tsattn.dense_decode(q, k_cache, v_cache, table, lens, k_scale=k_scale, v_scale=0.5)
 
 
+class DropInWithoutConfig(torch.nn.Module):
+    def forward(self, q, k_cache, v_cache, k, v, page_stats, table, lens):
+        return tsattn.sparse_attn_with_kvcache(
+            q, k_cache, v_cache, k, v, page_stats=page_stats, cache_seqlens=lens, block_table=table, token_budget=32
+        )
+
+
 class DropIn(torch.nn.Module):
     def forward(self, q, k_cache, v_cache, k, v, page_stats, table, lens):
         return tsattn.sparse_attn_with_kvcache(
@@ -261,6 +268,7 @@ def module_arguments():
         (Merge(), (case.q, torch.zeros(2, 4))),
         (Quantised(), (*arguments(quantised), quantised.k_scale)),
         (DropIn(), drop_in_arguments()),
+        (DropInWithoutConfig(), drop_in_arguments()),
     ]
 
 

@@ -36,6 +36,9 @@ def test_a_reduction_that_nobody_wrote_suits_what_was_written(options):
         assert back.group_reduce == "mix"
     assert SparseConfig.from_dict(json.loads(json.dumps(config.as_dict()))) == config
     assert pickle.loads(pickle.dumps(SparseConfig())) == copy.deepcopy(SparseConfig()) == SparseConfig()
+    assert type(SparseConfig(**options).as_dict()["group_reduce"]) is str
+    assert copy.deepcopy(SparseConfig(**options)).group_reduce == "max"
+    assert SparseConfig(top_p=1).group_reduce == "mix"  # no limit
 
 
 def test_a_reduction_that_was_written_stays():

@@ -75,14 +75,18 @@ def load(source: Path | None, *, cache: Path, dtype: torch.dtype, device: torch.
             tokenizer = AutoTokenizer.from_pretrained(where, **packed)
             bar.update()
             # No attention is asked for: Transformers takes sdpa, and eager where a softcap or sinks leave it no choice.
-            options = {"dtype": dtype, **packed, **(_dense() if packed else {})}
-            model = AutoModelForCausalLM.from_pretrained(where, **options).to(device).eval()
+            options = {"dtype": dtype, "output_loading_info": True, **packed, **(_dense() if packed else {})}
+            model, found = AutoModelForCausalLM.from_pretrained(where, **options)
+            if found["missing_keys"]:  # Transformers would fill them with random numbers
+                first, *others = sorted(found["missing_keys"])
+                raise ValueError(f"it lacks the tensor {first}" + (f" and {len(others)} others" if others else ""))
+            model = model.to(device).eval()
             bar.update()
-    except (OSError, ValueError, KeyError, ImportError, struct.error) as error:
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, OverflowError, struct.error) as error:
         what = "--model" if source is not None else "the converted model (remove it to have it made again)"
         raise ValueError(f"{what} {folder} can't be loaded: {_first_line(error)}") from error
     model.requires_grad_(False)
-    return LoadedModel(model, tokenizer, "gemma-3-270m (Q4_K_M, dequantised)" if source is None else folder.name)
+    return LoadedModel(model, tokenizer, "gemma-3-270m (Q4_K_M, dequantised)" if source is None else folder.resolve().name)
 
 
 def _gguf_of(source: Path) -> tuple[Path, dict[str, str]]:

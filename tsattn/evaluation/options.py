@@ -29,7 +29,7 @@ def device_and_dtype(args: argparse.Namespace) -> tuple[torch.device, torch.dtyp
 
 def check_model(source: Path) -> None:
     """Refuse what is neither a directory with a Transformers model nor a GGUF file."""
-    if source.suffix == ".gguf" and source.is_file():
+    if source.suffix.lower() == ".gguf" and source.is_file():
         return
     if not source.is_dir():
         raise FileNotFoundError(f"--model {source} is neither a directory nor a .gguf file")

@@ -67,39 +67,46 @@ def tsattn_attention(
     return prefilled
 
 
+def _attend(layer: PagedLayer, query: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor, PageSelection | None, bool]:
+    """The output, the lengths, what was read (None: everything), and whether pages were scored for it."""
+    pool, config = layer.pool, layer.config
+    assert pool is not None
+    page_table, seq_lens = pool.tables(layer.seqs)
+    caches = (query, pool.k_cache, pool.v_cache)
+    out: Tensor
+    if layer.layer_idx in config.dense_layers:
+        out = dense_decode(*caches, page_table, seq_lens, **options)  # type: ignore[assignment]
+        return out, seq_lens, None, False
+    if layer.leader is not None:
+        selection = layer.leader.state.selection
+        assert selection is not None, "layers run in their order, and the first of a group comes first"
+        out = attend_pages(*caches, page_table, seq_lens, selection, **options)  # type: ignore[assignment]
+        return out, seq_lens, selection, False
+    before = layer.state.scored
+    out, selection = layer.state.sparse_decode(
+        *caches,
+        pool.page_stats,
+        page_table,
+        seq_lens,
+        page_stats_scale=pool.page_stats_scale,
+        page_stats_weight=pool.page_stats_weight,
+        coarse_stats=pool.coarse_stats,
+        coarse_stats_scale=pool.coarse_stats_scale,
+        return_selection=True,
+        **options,
+    )
+    return out, seq_lens, selection, layer.state.scored > before
+
+
 def _decode(layer: PagedLayer, query: Tensor, scale: float, softcap: float, sinks: Tensor | None) -> Tensor:
     """One token per row: [B, HQ, D] -> [B, HQ, D]."""
     pool, config = layer.pool, layer.config
     assert pool is not None
     marks.layer(layer.layer_idx)
-    page_table, seq_lens = pool.tables(layer.seqs)
-    caches = (query, pool.k_cache, pool.v_cache)
-    options: dict[str, Any] = {"softmax_scale": scale, "softcap": softcap, "sinks": sinks}
-    out: Tensor
-    selection: PageSelection | None = None
-    scored = False
-    if layer.layer_idx in config.dense_layers:
-        out = dense_decode(*caches, page_table, seq_lens, **options)  # type: ignore[assignment]
-    elif layer.leader is not None:
-        selection = layer.leader.state.selection
-        assert selection is not None, "layers run in their order, and the first of a group comes first"
-        out = attend_pages(*caches, page_table, seq_lens, selection, **options)  # type: ignore[assignment]
-    else:
-        before = layer.state.scored
-        out, selection = layer.state.sparse_decode(
-            *caches,
-            pool.page_stats,
-            page_table,
-            seq_lens,
-            page_stats_scale=pool.page_stats_scale,
-            page_stats_weight=pool.page_stats_weight,
-            coarse_stats=pool.coarse_stats,
-            coarse_stats_scale=pool.coarse_stats_scale,
-            return_selection=True,
-            **options,
-        )
-        scored = layer.state.scored > before
-    marks.layer(None)
+    try:
+        out, seq_lens, selection, scored = _attend(layer, query, {"softmax_scale": scale, "softcap": softcap, "sinks": sinks})
+    finally:
+        marks.layer(None)
     layer.recorder.decode(
         layer.layer_idx,
         query,

@@ -295,8 +295,10 @@ class PagedLayer(DynamicLayer):  # type: ignore[misc]
         if min(real) < new:
             k, v = move_left(k, real), move_left(v, real)
         marks.layer(self.layer_idx)
-        self.pool.append(self.seqs, k, v, lengths=real)
-        marks.layer(None)
+        try:
+            self.pool.append(self.seqs, k, v, lengths=real)
+        finally:
+            marks.layer(None)
 
     def _dense_copy(self) -> tuple[Tensor, Tensor]:
         assert self.pool is not None

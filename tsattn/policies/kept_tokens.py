@@ -47,7 +47,8 @@ class KeptTokens:
 
     def __post_init__(self) -> None:
         default = replace(SparseConfig(), token_budget=self.config.token_budget)
-        for field in fields(SparseConfig):
+        # What others imply comes last: the error names what was written.
+        for field in sorted(fields(SparseConfig), key=lambda field: field.name == "group_reduce"):
             if getattr(self.config, field.name) != getattr(default, field.name):
                 raise ValueError(f"{field.name} is an option of page selection; this policy has token_budget alone")
 

@@ -55,6 +55,7 @@ class Profiler:
         if not isinstance(attention_every, int) or attention_every < 0:
             raise ValueError(f"attention_every must be a number of steps, or 0, got {attention_every!r}")
         self.attention_every = attention_every
+        self._recorder: Recorder | None = None
         self._calls: list[Call] = []
         self._rows: list[dict[str, Any]] | None = None
 
@@ -62,9 +63,9 @@ class Profiler:
         if marks.listener is not None:
             raise RuntimeError("a Profiler is at work already: blocks can't be nested")
         self._rows = None
-        recorder = Recorder(self.attention_every)
-        self._calls = recorder.calls
-        marks.listener = recorder
+        self._recorder = Recorder(self.attention_every)
+        self._calls = self._recorder.calls
+        marks.listener = self._recorder
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -74,7 +75,7 @@ class Profiler:
     def rows(self) -> list[dict[str, Any]]:
         """One per step, layer and stage."""
         if self._rows is None:
-            if marks.listener is not None:
+            if marks.listener is self._recorder is not None:
                 raise RuntimeError("rows are counted when the block is over")
             self._rows = rows_of(self._calls)
             self._calls = []

@@ -153,6 +153,8 @@ class Recorder:
         """A call begins."""
         if get_ident() != self._thread:
             return
+        if self._open is not None:  # the call before failed
+            self._is_again = False
         self._now = now = cuda_moment if tensors[0].is_cuda else host_moment  # type: ignore[union-attr]  # never optional
         self._open = stage, impl, tensors, options
         self._moments = [(SET_UP if stage == "decode" else stage, now())]

@@ -53,8 +53,9 @@ def _page_softmax(scores: Tensor) -> Tensor:
 
 
 def _ranks(scores: Tensor) -> Tensor:
-    """0-based position of every page in the order (score descending, page ascending)."""
-    return scores.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
+    """0-based position of every page in the order (score descending, page ascending); scores count in fp32, as select has them,
+    so that pages which are alike tie whatever the last bits of wider arithmetic say."""
+    return scores.float().argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
 
 
 def reduce_group(scores: Tensor, group_reduce: str) -> Tensor:
