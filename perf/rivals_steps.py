@@ -1,38 +1,42 @@
 """Decode steps of a real model's layers under a few policies, one after another: time, bytes and re-used pages of every step.
 
-Queries, keys and values are those of an essay that the dense model goes on reading. Every policy decodes them through caches of
-its own; what it takes is what :class:`tsattn.profiling.Profiler` saw, with the appends. Policies take turns, and a step's time
-is the median over rounds.
+Queries, keys and values are those of an essay that the dense model goes on reading. Every policy decodes them through storage
+of its own: who keeps statistics a PagedKVCache, who doesn't plain pages, so nobody pays for what it doesn't read. Times are the
+clock's, of whole steps with the new token's append; policies take turns, the median over rounds counts. Bytes and re-use are
+what :class:`tsattn.profiling.Profiler` saw in a round of its own.
 """
 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from perf.quality import PAPER_BUDGETS, about_of, equal_bytes, maker
-from tsattn import PagedKVCache, SparseConfig
+from perf.quality import PAPER_BUDGETS, about_of, maker
+from tsattn import PagedKVCache, SparseConfig, dense_decode
 from tsattn.evaluation import reading
 from tsattn.evaluation.chunk import score_chunk
 from tsattn.policies import Attended, Step
 from tsattn.policies.full import Full
-from tsattn.policies.kept_tokens import evict
+from tsattn.policies.query_aware import layer_of
 from tsattn.profiling import Profiler
 
 CONTEXTS = (4096, 8192, 16384)
 STEPS = 64
-ROUNDS = 5
+ROUNDS = 7
 SEED = 60
 SINKS = 4
 """First tokens that StreamingLLM keeps."""
+READING = ("score", "select", "attend")
+"""Stages whose bytes are compared: what is read to attend."""
 
 
 @dataclass(frozen=True)
@@ -47,17 +51,67 @@ class Recording(Full):
         return super().attend(step)
 
 
-@dataclass
-class Layer:
-    """A layer's cache under one policy, and how it decodes."""
+class Layer(Protocol):
+    """A layer's storage under one policy."""
 
-    cache: PagedKVCache
-    seq: int
-    decode: Callable[[Tensor], Any]
+    def append(self, k: Tensor, v: Tensor) -> None:
+        """Write a token, [HKV, D] each."""
 
-    def rewind(self, length: int) -> None:
-        """Back to the context, or what is kept of it."""
-        self.cache.crop(self.seq, length)
+    def decode(self, q: Tensor) -> Any:
+        """Attend, q [1, HQ, D]."""
+
+    def rewind(self) -> None:
+        """Back to the context, or to what is kept of it."""
+
+
+class Dense:
+    """Pages of keys and values alone, all of which are read; of the context what `kept` [L] says."""
+
+    def __init__(self, step: Step, kept: Tensor) -> None:
+        size = SparseConfig().page_size
+        self.start = self.length = int(kept.sum())
+        heads, _, dim = step.keys.shape
+        pages = -(-(self.start + step.q.shape[0]) // size)
+        self.pools = step.keys.new_zeros(2, heads, pages * size, dim)
+        for pool, states in zip(self.pools, (step.keys, step.values), strict=True):
+            pool[:, : self.start] = states[:, : step.context][:, kept]
+        self.k_cache, self.v_cache = self.pools.view(2, heads, pages, size, dim).permute(0, 2, 3, 1, 4)
+        self.table = torch.arange(pages, dtype=torch.int32)[None]
+        self.lens = torch.tensor([self.start], dtype=torch.int32)
+        self.options = step.options
+
+    def append(self, k: Tensor, v: Tensor) -> None:
+        self.pools[0, :, self.length], self.pools[1, :, self.length] = k, v
+        self.length += 1
+        self.lens += 1
+
+    def decode(self, q: Tensor) -> Any:
+        return dense_decode(q, self.k_cache, self.v_cache, self.table, self.lens, **self.options)
+
+    def rewind(self) -> None:
+        self.length = self.start
+        self.lens.fill_(self.start)
+
+
+class Selecting:
+    """Pages are chosen anew in every step."""
+
+    def __init__(self, step: Step, config: SparseConfig) -> None:
+        heads, length, dim = step.keys.shape
+        self.cache = PagedKVCache.from_config(config, -(-length // config.page_size), heads, dim, dtype=step.keys.dtype)
+        self.seqs = self.cache.allocate(1)
+        k, v = (states[None, :, : step.context].transpose(1, 2) for states in (step.keys, step.values))
+        self.cache.append(self.seqs, k, v)
+        self.start, self.options = step.context, {"config": config, **step.options}
+
+    def append(self, k: Tensor, v: Tensor) -> None:
+        self.cache.append(self.seqs, k[None, None], v[None, None])
+
+    def decode(self, q: Tensor) -> Any:
+        return self.cache.sparse_decode(self.seqs, q, **self.options)
+
+    def rewind(self) -> None:
+        self.cache.crop(self.seqs[0], self.start)
 
 
 def recorded(loaded: Any, paragraphs: list[str], context: int) -> dict[int, Step]:
@@ -68,97 +122,73 @@ def recorded(loaded: Any, paragraphs: list[str], context: int) -> dict[int, Step
     return recording.steps
 
 
-def filled(step: Step, config: SparseConfig) -> tuple[PagedKVCache, int]:
-    """A cache of a step's context, with room for its rows."""
-    heads, length, dim = step.keys.shape
-    cache = PagedKVCache.from_config(config, -(-length // config.page_size), heads, dim, dtype=step.keys.dtype)
-    (seq,) = cache.allocate(1)
-    k, v = (states[None, :, : step.context].transpose(1, 2) for states in (step.keys, step.values))
-    cache.append([seq], k, v)
-    return cache, seq
+def tokens_worth(step: Step) -> int:
+    """Tokens whose keys and values are as many bytes as a step of the defaults reads, in the cache's own type."""
+    config, heads, size = SparseConfig(), step.keys.shape[0], step.keys.element_size()
+    layer = replace(layer_of(config, step.q.shape[1], heads, step.keys.shape[2]), kv_size=size)
+    return config.token_budget + round(sum(layer.statistics(layer.pages(step.context)).values()) / layer.token)
 
 
-def dense(step: Step) -> Layer:
-    """Everything is read."""
-    cache, seq = filled(step, SparseConfig())
-    return Layer(cache, seq, lambda q: cache.dense_decode([seq], q, **step.options))
-
-
-def selecting(config: SparseConfig) -> Callable[[Step], Layer]:
-    """Pages are chosen anew in every step."""
-
-    def of_layer(step: Step) -> Layer:
-        cache, seq = filled(step, config)
-        return Layer(cache, seq, lambda q: cache.sparse_decode([seq], q, config=config, **step.options))
-
-    return of_layer
-
-
-def keeping(tokens: int) -> Callable[[Step], Layer]:
-    """The first and the newest tokens are kept, and read densely; the others' pages are given back."""
-
-    def of_layer(step: Step) -> Layer:
-        cache, whole = filled(step, SparseConfig())
-        place = torch.arange(step.context)
-        kept = (place < SINKS) | (place >= step.context - tokens + SINKS)
-        seq = evict(cache, whole, kept.expand(step.keys.shape[0], -1))
-        return Layer(cache, seq, lambda q: cache.dense_decode([seq], q, **step.options))
-
-    return of_layer
-
-
-def policies(context: int) -> dict[str, Callable[[Step], Layer]]:
-    """Dense attention, the defaults, and what reads as many bytes."""
-    tokens = next(one for one in equal_bytes(context) if one.label == "oracle, equal bytes").config.token_budget
+def policies(context: int, step: Step) -> dict[str, Callable[[Step], Layer]]:
+    """Dense attention, the defaults, the paper's setting, and the first and newest tokens, as many as the defaults' bytes."""
+    place, tokens = torch.arange(context), tokens_worth(step)
+    kept = (place < SINKS) | (place >= context - tokens + SINKS)
+    paper = SparseConfig.paper(token_budget=PAPER_BUDGETS[context])
     return {
-        "dense": dense,
-        "tsattn": selecting(SparseConfig()),
-        "paper": selecting(SparseConfig.paper(token_budget=PAPER_BUDGETS[context])),
-        f"kept tokens ({tokens:,})": keeping(tokens),
+        "dense": lambda step: Dense(step, torch.ones(context, dtype=torch.bool)),
+        "tsattn": lambda step: Selecting(step, SparseConfig()),
+        f"paper ({PAPER_BUDGETS[context]:,} tokens)": lambda step: Selecting(step, paper),
+        f"kept tokens ({tokens:,})": lambda step: Dense(step, kept),
     }
 
 
-def decode_all(layers: dict[int, Layer], steps: dict[int, Step]) -> list[dict[str, Any]]:
-    """Decode the rows one by one through all layers; what a profiler saw."""
-    rows = next(iter(steps.values())).q.shape[0]
-    with Profiler() as profile:
-        for row in range(rows):
-            for name, layer in layers.items():
-                step = steps[name]
-                k, v = (states[None, :, step.context + row][:, None] for states in (step.keys, step.values))
-                layer.cache.append([layer.seq], k, v)
-                layer.decode(step.q[row : row + 1])
-    return profile.rows
+def decode_all(layers: dict[int, Layer], steps: dict[int, Step]) -> list[float]:
+    """Decode the rows one by one through all layers; seconds of each row."""
+    taken = []
+    for row in range(next(iter(steps.values())).q.shape[0]):
+        start = time.perf_counter()
+        for name, layer in layers.items():
+            step = steps[name]
+            place = step.context + row
+            layer.append(step.keys[:, place], step.values[:, place])
+            layer.decode(step.q[row : row + 1])
+        taken.append(time.perf_counter() - start)
+    for layer in layers.values():
+        layer.rewind()
+    return taken
 
 
-def merged(rounds: list[list[dict[str, Any]]], names: list[int], about: dict[str, Any]) -> list[dict[str, Any]]:
-    """A row per step: median seconds over rounds and bytes by stage, all layers together; re-use by layer of the model."""
+def merged(
+    profile: list[dict[str, Any]], rounds: list[list[float]], names: list[int], about: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """A row per step: median seconds over rounds, bytes that are read, all layers together; re-use by layer of the model."""
     found = []
-    for step in sorted({row["step"] for row in rounds[0]}):
-        here = [[row for row in rows if row["step"] == step] for rows in rounds]
-        stages = dict.fromkeys(row["stage"] for row in here[0])
-        seconds = {
-            stage: median(sum(row["seconds"] for row in rows if row["stage"] == stage) for rows in here) for stage in stages
-        }
-        moved = {stage: sum(row["bytes"] for row in here[0] if row["stage"] == stage) for stage in stages}
-        reuse = {names[row["layer"]]: row["reuse"] for row in here[0] if "reuse" in row}
-        whole = median(sum(row["seconds"] for row in rows) for rows in here)
-        found.append({**about, "step": step, "seconds": whole, "stages": seconds, "bytes": moved, "reuse": reuse})
+    for step, seconds in enumerate(zip(*rounds, strict=True)):
+        here = [row for row in profile if row["step"] == step]
+        moved = {stage: sum(row["bytes"] for row in here if row["stage"] == stage) for stage in READING}
+        reuse = {names[row["layer"]]: row["reuse"] for row in here if "reuse" in row}
+        found.append({**about, "step": step, "seconds": median(seconds), "bytes": moved, "reuse": reuse})
     return found
 
 
 def measure(steps: dict[int, Step], context: int, rounds: int = ROUNDS) -> list[dict[str, Any]]:
     """All policies over the same queries, keys and values."""
-    layers = {label: {name: make(step) for name, step in steps.items()} for label, make in policies(context).items()}
-    lengths = {label: {name: one.cache.length(one.seq) for name, one in some.items()} for label, some in layers.items()}
-    seen: dict[str, list[list[dict[str, Any]]]] = {label: [] for label in layers}
+    makers, names = policies(context, next(iter(steps.values()))), list(steps)
+    layers = {label: {name: make(step) for name, step in steps.items()} for label, make in makers.items()}
+    profiles = {}
+    for label, some in layers.items():
+        with Profiler() as profile:
+            decode_all(some, steps)
+        profiles[label] = profile.rows
+    taken: dict[str, list[list[float]]] = {label: [] for label in layers}
     for _ in tqdm(range(rounds), desc=f"{context} tokens", unit="round"):
         for label, some in layers.items():
-            for name, one in some.items():
-                one.rewind(lengths[label][name])
-            seen[label].append(decode_all(some, steps))
-    names = list(steps)
-    return [row for label, rows in seen.items() for row in merged(rows, names, {"policy": label, "context": context})]
+            taken[label].append(decode_all(some, steps))
+    return [
+        row
+        for label, times in taken.items()
+        for row in merged(profiles[label], times, names, {"policy": label, "context": context})
+    ]
 
 
 def sweep(loaded: Any, paragraphs: list[str], out: Path) -> None:

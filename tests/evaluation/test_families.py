@@ -3,11 +3,13 @@
 import json
 
 import pytest
+import torch
 
 from tests.evaluation.tiny import save_tiny_gguf, save_tiny_model
 from tsattn.__main__ import main
 from tsattn.evaluation import grid, needles
 from tsattn.policies import POLICIES
+from tsattn.testing import assert_close
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("tqdm")
@@ -45,17 +47,22 @@ def evaluate(where, out, *argv):
 
 
 def check(rows, tasks):
-    """Every policy has a row of every task; what isn't dense reads less, and what is reads all."""
+    """Every policy has a row of every task; full attention is dense attention, and others read less and say so."""
     by_policy = {}
     for row in rows:
         by_policy.setdefault(row["policy"], []).append(row)
     assert set(by_policy) == {"dense", "full", *SPECS}
     assert {len(some) for some in by_policy.values()} == {tasks}
+    for full, dense in zip(by_policy.pop("full"), by_policy.pop("dense"), strict=True):
+        assert full["task"] == dense["task"]
+        assert (full["bytes_share"], dense["bytes_share"]) == (1.0, 1.0)
+        assert_close(torch.tensor(full["mass"]), torch.ones((), dtype=torch.float64))
+        for measure in ("nll", "kl", "score"):
+            if measure in full:
+                assert_close(torch.tensor(full[measure]), torch.tensor(dense[measure], dtype=torch.float64), magnitude=10.0)
     for name, some in by_policy.items():
-        for row in some:
-            is_dense = name in ("dense", "full")
-            assert (row["bytes_share"] == 1.0) == is_dense or name.startswith("soft-prune")
-            assert 0.0 < row["mass"] < 1.0 + 1e-5
+        assert all(0.0 < row["mass"] < 1.0 + 1e-5 for row in some)
+        assert all(0.0 < row["bytes_share"] < 1.0 for row in some) or name.startswith("soft-prune")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -121,6 +121,10 @@ def test_a_gguf_file_is_a_model(tmp_path):
         assert loaded.name == source.name
         assert loaded.decode(loaded.encode("Key 17.")) == "Key 17."
         assert torch.equal(loaded.model(input_ids=ids).logits, original(input_ids=ids).logits)
+    for lost in ("blk.1.attn_q.weight", "token_embd.weight"):  # Transformers would make up what is missing
+        save_tiny_gguf(tmp_path / "part.gguf", without=lost)
+        with pytest.raises(ValueError, match="it lacks the tensor"):
+            model.load(tmp_path / "part.gguf", **where)
     (path.parent / "other.gguf").write_bytes(b"GGUF")
     with pytest.raises(ValueError, match="2 GGUF files in it: name one"):
         model.load(path.parent, **where)

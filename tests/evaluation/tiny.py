@@ -42,8 +42,8 @@ _GGUF_NAMES = {
 }
 
 
-def save_tiny_gguf(path):
-    """A random Qwen2 model with the same tokenizer as a GGUF file; the model."""
+def save_tiny_gguf(path, without=None):
+    """A random Qwen2 model with the same tokenizer as a GGUF file, maybe without one tensor; the model."""
     import gguf
     import transformers as tf
 
@@ -74,7 +74,8 @@ def save_tiny_gguf(path):
         else:
             _, _, layer, part = part.split(".", 3)
             there = f"blk.{layer}.{_GGUF_NAMES[part]}"
-        writer.add_tensor(f"{there}.{what}", tensor.numpy())
+        if f"{there}.{what}" != without:
+            writer.add_tensor(f"{there}.{what}", tensor.numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -5,9 +5,10 @@ import torch
 
 from perf import rivals, rivals_steps, timing
 from tests.perf.test_quality import TEXT, Loaded
-from tsattn import dense_decode
+from tsattn import SparseConfig, dense_decode
 from tsattn.evaluation import grid, report
 from tsattn.policies import POLICIES, Step
+from tsattn.testing import assert_close
 
 RESULTS = timing.ROOT / "perf" / "results" / "cpu" / "rivals"
 
@@ -21,12 +22,15 @@ def test_groups_are_measurable(name):
         assert len({grid.key_of(task.about, "") for task in group.tasks}) == len(group.tasks)
 
 
-def test_six_rivals_keep_as_many_bytes_as_the_defaults_read():
+@pytest.mark.parametrize("context", rivals.HEAT_SEEDS)
+def test_six_rivals_keep_as_many_bytes_as_the_defaults_read(context):
     assert len(rivals.RIVALS) == 6
     assert set(rivals.RIVALS) <= set(POLICIES)
-    for context in rivals.HEAT_SEEDS:
-        budgets = {one.config.token_budget for one in rivals.at_equal_bytes(context) if one.name in rivals.RIVALS}
-        assert len(budgets) == 1
+    config, token = SparseConfig(), 2 * 256 * 2
+    read = config.token_budget * token + context // 16 * 2 * (256 + 4)  # int8 halves of all pages
+    for one in rivals.at_equal_bytes(context):
+        if one.name in rivals.RIVALS:
+            assert abs(one.config.token_budget * token - read) <= token
 
 
 @pytest.mark.parametrize("folder", sorted(path.name for path in RESULTS.iterdir() if path.name != "steps"))
@@ -41,22 +45,6 @@ def test_committed_rows_are_whole(folder):
         assert here == same
 
 
-def test_pictures_are_drawn_from_rows(tmp_path):
-    from perf import rivals_figures
-
-    about = {"kind": "standard", "context": 8192}
-    rows = []
-    for name in ("dense", "tsattn, 0.1", "tsattn, 0.5", "h2o, 0.1", "h2o, 0.5"):
-        for kind in ("rare", "standard", "aliasing"):
-            rows.append(
-                {"policy": name, "task": {"task": "retrieval", **about, "kind": kind}, "right": True, "tokens_right": 1.0}
-            )
-        rows.append({"policy": name, "task": {"task": "text", **about}, "kl": 0.1})
-    rivals_figures.ratios(rows, tmp_path / "ratios.png")
-    rivals_figures.radar(rows, tmp_path / "radar.png")
-    assert all((tmp_path / name).stat().st_size > 10_000 for name in ("ratios.png", "radar.png"))
-
-
 def recorded_step(layer, context, rows):
     """Four query heads on one KV head, random numbers."""
     rng = torch.Generator().manual_seed(layer)
@@ -69,44 +57,82 @@ def recorded_step(layer, context, rows):
 def test_steps_are_those_of_dense_attention_and_its_rivals():
     context, rows = 4096, 3
     steps = {layer: recorded_step(layer, context, rows) for layer in (5, 11)}
-    kinds = rivals_steps.policies(context)
     step = steps[5]
-    layer = kinds["dense"](step)
+    kinds = rivals_steps.policies(context, step)
+    layers = {label: make(step) for label, make in kinds.items()}
+    kept = next(name for name in kinds if name.startswith("kept"))
+    tokens = int(kept.partition("(")[2].rstrip(")").replace(",", ""))
     pages = step.pages(16)
-    for row in range(rows):
-        new = (states[None, :, context + row][:, None] for states in (step.keys, step.values))
-        layer.cache.append([layer.seq], *new)
-        out = layer.decode(step.q[row : row + 1])
-        told = step.q[row : row + 1], pages.k_cache, pages.v_cache, pages.page_table[:1], step.seq_lens[row : row + 1]
-        torch.testing.assert_close(out, dense_decode(*told, **step.options))
+    for _ in range(2):  # what a rewound layer decodes again is the same
+        for row in range(rows):
+            q, length = step.q[row : row + 1], context + row + 1
+            for layer in layers.values():
+                layer.append(step.keys[:, length - 1], step.values[:, length - 1])
+            told = q, pages.k_cache, pages.v_cache, pages.page_table[:1], step.seq_lens[row : row + 1]
+            assert_close(layers["dense"].decode(q), dense_decode(*told, **step.options, impl="reference"))
+            rest = torch.cat((torch.arange(4), torch.arange(context - tokens + 4, length)))
+            weights = torch.softmax(0.1 * q[0].double() @ step.keys[0, rest].double().T, -1)
+            assert_close(layers[kept].decode(q)[0], weights @ step.values[0, rest].double())
+            told = SparseConfig(), layers["tsattn"]
+            assert torch.equal(told[1].decode(q), told[1].cache.sparse_decode(told[1].seqs, q, config=told[0], **step.options))
+        for layer in layers.values():
+            layer.rewind()
     found = rivals_steps.measure(steps, context, rounds=2)
     assert {row["policy"] for row in found} == set(kinds)
     assert len(found) == rows * len(kinds)
+    read = {row["policy"]: sum(row["bytes"].values()) for row in found if row["step"] == 0}
+    q_and_out = 2 * 2 * 4 * 32 * 4
+    assert read["dense"] == 2 * (context + 1) * 2 * 32 * 4 + q_and_out
+    assert read[kept] == 2 * (tokens + 1) * 2 * 32 * 4 + q_and_out
+    assert abs(read[kept] / read["tsattn"] - 1) < 0.02
     for row in found:
         assert row["seconds"] > 0.0
-        assert set(row["bytes"]) == set(row["stages"])
-    read = {row["policy"]: sum(row["bytes"].values()) for row in found}
-    kept = next(name for name in kinds if name.startswith("kept"))
-    assert read["dense"] > 4 * read["tsattn"]
-    again = [row for row in found if row["policy"] == "tsattn" and row["step"]]
-    assert all(set(row["reuse"]) == {5, 11} for row in again)
-    layer = kinds[kept](step)
-    tokens = int(kept.partition("(")[2].rstrip(")").replace(",", ""))
-    assert layer.cache.length(layer.seq) == tokens
+        assert set(row["reuse"]) == ({5, 11} if row["step"] and row["policy"] not in ("dense", kept) else set())
 
 
-def test_pictures_of_steps_are_drawn_from_rows(tmp_path):
+@pytest.fixture
+def drawn(monkeypatch):
+    """Figures as they are saved."""
+    from matplotlib.figure import Figure
+
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: figures.append(figure))
+    return figures
+
+
+def test_pictures_of_steps_are_drawn_from_rows(drawn):
     from perf import rivals_figures
 
     rows = []
-    for context, (policy, seconds) in (
-        (c, p) for c in (4096, 8192) for p in (("dense", 2.0), ("tsattn", 1.0), ("kept tokens (900)", 0.5))
-    ):
+    policies = (("dense", 2.0), ("tsattn", 1.0), ("kept tokens (900)", 0.5))
+    for context, (policy, seconds) in ((c, p) for c in (4096, 8192) for p in policies):
         for step in range(4):
             reuse = {"5": 0.5, "11": 0.7} if step and policy == "tsattn" else {}
-            here = {"policy": policy, "context": context, "step": step, "seconds": seconds, "bytes": {"attend": 1e6 * seconds}}
-            rows.append({**here, "reuse": reuse, "stages": {"attend": seconds}})
+            here = {"policy": policy, "context": context, "step": step, "seconds": seconds, "bytes": {"attend": 6e9 * seconds}}
+            rows.append({**here, "reuse": reuse})
     for draw in (rivals_figures.speed_ups, rivals_figures.reuse, rivals_figures.bandwidth):
-        draw(rows, tmp_path / "picture.png")
-        assert (tmp_path / "picture.png").stat().st_size > 10_000
-        (tmp_path / "picture.png").unlink()
+        draw(rows, "picture.png")
+    bars, lines, rates = drawn
+    heights = [bar.get_height() for bar in bars.axes[0].patches]
+    assert sorted(heights) == [2.0] * 4 + [4.0] * 4  # by bytes, and by time, in two contexts
+    assert [list(line.get_ydata()) for line in lines.axes[0].lines] == [[0.5] * 3, [0.7] * 3]
+    assert len(rates.axes) == 2
+    assert [list(line.get_ydata()) for line in rates.axes[0].lines] == [[6.0] * 4] * 3
+
+
+def test_pictures_of_policies_are_drawn_from_rows(drawn):
+    from perf import rivals_figures
+
+    about = {"kind": "standard", "context": 8192}
+    rows = []
+    for name, right in (("dense", 1.0), ("tsattn, 0.1", 0.75), ("tsattn, 0.5", 1.0), ("h2o, 0.1", 0.0), ("h2o, 0.5", 0.5)):
+        for kind in ("rare", "standard", "aliasing"):
+            task = {"task": "retrieval", **about, "kind": kind, "depth": 0.5, "seed": 0}
+            rows.append({"policy": name, "task": task, "right": right == 1.0, "tokens_right": right})
+        rows.append({"policy": name, "task": {"task": "text", **about}, "kl": 0.1 + right})
+    rivals_figures.ratios(rows, "ratios.png")
+    rivals_figures.radar(rows, "radar.png")
+    ratios, radar = drawn
+    assert [list(line.get_ydata()) for line in ratios.axes[0].lines] == [[0.85, 1.1], [0.1, 0.6]]
+    assert [list(line.get_ydata()) for line in ratios.axes[1].lines] == [[0.0, 1.0], [0.0, 0.0]]
+    assert [set(line.get_ydata()) for line in radar.axes[0].lines] == [{0.75}, {1.0}, {0.0}, {0.5}]
