@@ -27,7 +27,7 @@ RIVALS = ("streaming-llm", "h2o", "snapkv", "pyramidkv", "tova", "knorm")
 HEAT_SEEDS = {2048: 30, 4096: 30, 8192: 30}
 RATIOS = (0.1, 0.2, 0.3, 0.5)
 RATIO_POLICIES = ("tsattn", "paper", "streaming-llm", "h2o", "snapkv", "tova", "soft-prune", "entropy-stop")
-SEEN_BUDGET = 128
+SEEN_BUDGETS = (128, 256)
 LISTS_PER_KV_HEAD = "group_reduce=max"
 COMPONENTS = {
     "paper: min/max, a list per query head": ("paper", ""),
@@ -78,14 +78,15 @@ def heat_map(loaded: Any, paragraphs: list[str]) -> list[Group]:
 
 
 def seen(loaded: Any, paragraphs: list[str]) -> list[Group]:
-    """Pass keys whose question the prefill knows, and the same ones unseen, with 128 tokens for every policy."""
+    """Pass keys whose question the prefill knows, and the same ones unseen, with few tokens for every policy."""
     make = maker(loaded, paragraphs, 4096, 30)
     tasks: list[Task] = [
         make.retrieval(needles.pass_key("standard", 30 + i), "standard", depth, seen=known)
         for known, (i, depth) in product((False, True), enumerate(needles.depths(8)))
     ]
     names = ("tsattn", "paper", *RIVALS, "oracle-max")
-    return [Group(tasks, [spec(name, f"budget={SEEN_BUDGET}", name) for name in names])]
+    pairs = product(SEEN_BUDGETS, names)
+    return [Group(tasks, [spec(f"{name}, {budget}", f"budget={budget}", name) for budget, name in pairs])]
 
 
 def ratios(loaded: Any, paragraphs: list[str]) -> list[Group]:

@@ -24,7 +24,8 @@ class Retrieval:
     """Is the answer what the model says? Under teacher forcing: the expected tokens are the most probable, each after the last.
 
     That is when greedy decoding writes the answer. The question's tokens are part of the chunk, so they are decoded sparsely,
-    unless the prefill has seen them (``seen``): then only its last one is.
+    unless the prefill has seen them (``seen``): then the answer's first token is the prefill's own, the same under all
+    policies, and those behind it are judged.
     """
 
     prompt: Prompt
@@ -35,19 +36,24 @@ class Retrieval:
     @property
     def context(self) -> list[int]:
         """Tokens to prefill."""
-        return self.prompt.context + (self.prompt.question[:-1] if self.seen else [])
+        return self.prompt.context + (self.prompt.question if self.seen else [])
 
     @property
     def chunk(self) -> list[int]:
         """Tokens to score."""
-        return (self.prompt.question[-1:] if self.seen else self.prompt.question) + self.answer[:-1]
+        return ([] if self.seen else self.prompt.question) + self.answer[:-1]
+
+    @property
+    def judged(self) -> list[int]:
+        """Tokens of the answer that policies are judged by."""
+        return self.answer[1:] if self.seen else self.answer
 
     def start(self, model: Any, context: Context) -> Callable[[Policy | None], Row]:
         """Measure policies over one prefill; None is dense attention."""
-        answer = torch.tensor(self.answer, device=model.device)
+        answer = torch.tensor(self.judged, device=model.device)
 
         def measure(policy: Policy | None) -> Row:
-            chunk = score_chunk(model, context.cache, self.chunk, policy, keep=len(self.answer), observed=context.observed)
+            chunk = score_chunk(model, context.cache, self.chunk, policy, keep=len(self.judged), observed=context.observed)
             right = chunk.log_probs.argmax(-1) == answer
             nll = -chunk.log_probs.gather(1, answer[:, None])
             return {
@@ -137,6 +143,8 @@ class TaskMaker:
             raise ValueError(
                 f"this tokenizer merges the question {facts.question!r} with its answer: end the question elsewhere"
             )
+        if seen and len(answer) < 2:
+            raise ValueError(f"the answer {facts.answer!r} is one token, and with the question seen the first one isn't judged")
         return Retrieval(prompt, answer, seen, about)
 
 
