@@ -288,12 +288,21 @@ def calibration(loaded: Any, paragraphs: list[str], out: Path) -> None:
     print(config)
 
 
+def rows_of(out: Path, name: str) -> list[dict[str, Any]]:
+    """The rows of a sweep, for pictures."""
+    path = out / name / "rows.jsonl"
+    rows = grid.read_rows(path)
+    if not rows:
+        raise SystemExit(f"{path} has no rows: measure {name!r} first, or name another folder with --out")
+    return rows
+
+
 def figures(out: Path) -> None:
     """The pictures of docs/quality.md, from the rows that are in ``out``."""
     pictures = timing.ROOT / "docs" / "figures"
-    report.heat_map(grid.read_rows(out / "heat_map" / "rows.jsonl"), pictures / "quality_heat_map.png")
-    report.frontier(grid.read_rows(out / "budgets" / "rows.jsonl"), pictures / "quality_budgets.png")
-    rows = [row for row in grid.read_rows(out / "calibration" / "rows.jsonl") if row["task"]["text"] == "first half"]
+    report.heat_map(rows_of(out, "heat_map"), pictures / "quality_heat_map.png")
+    report.frontier(rows_of(out, "budgets"), pictures / "quality_budgets.png")
+    rows = [row for row in rows_of(out, "calibration") if row["task"]["text"] == "first half"]
     config = SparseConfig.from_dict(json.loads((out / "calibration" / "config.json").read_text()))
     report.frontier(rows, pictures / "quality_calibration.png", mark=[label_of(config)])
 

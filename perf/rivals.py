@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from perf import rivals_steps, timing
-from perf.quality import PAPER_BUDGETS, Sweep, about_of, command, equal_bytes, maker, spec
+from perf.quality import PAPER_BUDGETS, Sweep, about_of, command, equal_bytes, maker, rows_of, spec
 from tsattn.evaluation import grid, needles, report
 from tsattn.evaluation.specs import Spec
-from tsattn.evaluation.tasks import Row, Task
+from tsattn.evaluation.tasks import Task
 
 RIVALS = ("streaming-llm", "h2o", "snapkv", "pyramidkv", "tova", "knorm")
 HEAT_SEEDS = {2048: 30, 4096: 30, 8192: 30}
@@ -149,13 +149,10 @@ def figures(out: Path) -> None:
 
     pictures = timing.ROOT / "docs" / "figures"
 
-    def rows_of(name: str) -> list[Row]:
-        return grid.read_rows(out / name / "rows.jsonl")
-
-    report.heat_map(rows_of("heat_map"), pictures / "rivals_heat_map.png")
-    rivals_figures.ratios(rows_of("ratios"), pictures / "rivals_ratios.png")
-    rivals_figures.radar(rows_of("diagnostics") + rows_of("heat_map"), pictures / "rivals_radar.png")
-    steps = rows_of("steps")
+    report.heat_map(rows_of(out, "heat_map"), pictures / "rivals_heat_map.png")
+    rivals_figures.ratios(rows_of(out, "ratios"), pictures / "rivals_ratios.png")
+    rivals_figures.radar(rows_of(out, "diagnostics") + rows_of(out, "heat_map"), pictures / "rivals_radar.png")
+    steps = rows_of(out, "steps")
     rivals_figures.speed_ups(steps, pictures / "rivals_speed_up.png")
     rivals_figures.reuse(steps, pictures / "rivals_reuse.png")
     rivals_figures.bandwidth(steps, pictures / "rivals_bandwidth.png")

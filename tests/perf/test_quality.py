@@ -96,3 +96,11 @@ def test_the_defaults_are_right_where_dense_attention_is():
         texts += [row["kl"] for row in mine if row["task"]["task"] == report.TEXT]
     assert (found, missed) == (141, [("proof", 8192, 43)])
     assert 0.0 < max(texts) <= 0.04
+
+
+def test_pictures_without_rows_say_what_is_missing(tmp_path):
+    from perf import rivals
+
+    for module, first in ((quality, "heat_map"), (rivals, "heat_map")):
+        with pytest.raises(SystemExit, match=f"has no rows: measure '{first}' first"):
+            module.figures(tmp_path)

@@ -21,7 +21,7 @@ from tsattn.evaluation.specs import Spec
 from tsattn.evaluation.tasks import Row, Task, TaskMaker
 from tsattn.integrations.hf import full_attention_layers
 
-BUDGETS = (256, 512, 640, 768, 1024)
+BUDGETS = (256, 512, 640, 832, 1024)
 REDUCTIONS = ("max", "mix")
 SUMMARIES: tuple[dict[str, Any], ...] = (
     {"kind": "means", "parts": 1},

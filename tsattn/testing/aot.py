@@ -8,10 +8,7 @@ is defined; so :mod:`tsattn.testing.audit` compiles in processes of its own.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
-import pkgutil
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -23,7 +20,6 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
-from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 from tsattn import kernels
@@ -391,14 +387,3 @@ def candidate_cases(target: str) -> dict[str, Callable[[], None]]:
 def all_cases(target: str) -> dict[str, Callable[[], None]]:
     """What is compiled for a target: the launches, and on one target per vendor all candidates."""
     return cases() | (candidate_cases(target) if target in CANDIDATE_TARGETS else {})
-
-
-def entry_kernels() -> set[str]:
-    """Names of all kernels that tsattn.kernels defines for launching."""
-    # Where this process interprets kernels they are of another class.
-    jit_types = (JITFunction, InterpretedFunction)
-    names = set()
-    for module in pkgutil.iter_modules(kernels.__path__, "tsattn.kernels."):
-        values = vars(importlib.import_module(module.name)).items()
-        names |= {name for name, value in values if isinstance(value, jit_types) and re.fullmatch(r"_\w+_kernel", name)}
-    return names
