@@ -208,5 +208,5 @@ def score_pages(
             tensors, *growing, constants(shape), num_warps=config.num_warps, num_stages=config.num_stages
         )
         if whole_rows:
-            whole = {"page_size": page_size, "mix": group_reduce == "mix", "leading": leading}
-            reduce_over_group(target, seq_lens, scores, scratch=scratch, **whole)
+            is_mix = group_reduce == "mix"
+            reduce_over_group(target, seq_lens, scores, page_size=page_size, mix=is_mix, scratch=scratch, leading=leading)
