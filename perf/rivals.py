@@ -152,7 +152,7 @@ def figures(out: Path) -> None:
     report.heat_map(rows_of(out, "heat_map"), pictures / "rivals_heat_map.png")
     rivals_figures.ratios(rows_of(out, "ratios"), pictures / "rivals_ratios.png")
     rivals_figures.radar(rows_of(out, "diagnostics") + rows_of(out, "heat_map"), pictures / "rivals_radar.png")
-    steps = rows_of(out, "steps")
+    steps = rivals_steps.read_rows(out)
     rivals_figures.speed_ups(steps, pictures / "rivals_speed_up.png")
     rivals_figures.reuse(steps, pictures / "rivals_reuse.png")
     rivals_figures.bandwidth(steps, pictures / "rivals_bandwidth.png")

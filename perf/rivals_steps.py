@@ -201,3 +201,11 @@ def sweep(loaded: Any, paragraphs: list[str], out: Path) -> None:
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     about = {**about_of(loaded, "python -m perf.rivals steps"), "rounds": ROUNDS}
     (folder / "about.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+
+
+def read_rows(out: Path) -> list[dict[str, Any]]:
+    """The rows that :func:`sweep` has written."""
+    path = out / "steps" / "rows.jsonl"
+    if not path.exists():
+        raise SystemExit(f"{path} is missing: measure 'steps' first, or name another folder with --out")
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

@@ -136,3 +136,12 @@ def test_pictures_of_policies_are_drawn_from_rows(drawn):
     assert [list(line.get_ydata()) for line in ratios.axes[0].lines] == [[0.85, 1.1], [0.1, 0.6]]
     assert [list(line.get_ydata()) for line in ratios.axes[1].lines] == [[0.0, 1.0], [0.0, 0.0]]
     assert [set(line.get_ydata()) for line in radar.axes[0].lines] == [{0.75}, {1.0}, {0.0}, {0.5}]
+
+
+def test_committed_steps_are_whole():
+    rows = rivals_steps.read_rows(RESULTS)
+    for context in rivals_steps.CONTEXTS:
+        here = [row for row in rows if row["context"] == context]
+        steps = {policy: [row["step"] for row in here if row["policy"] == policy] for policy in {row["policy"] for row in here}}
+        assert len(steps) == 4
+        assert all(numbers == list(range(rivals_steps.STEPS)) for numbers in steps.values())

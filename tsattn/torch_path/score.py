@@ -88,8 +88,6 @@ def _head_scores(
 
 def _page_softmax(scores: Tensor) -> Tensor:
     """Softmax over the pages; unbounded pages (+inf) keep +inf and take no weight from the others."""
-    if bool(scores.amax(dim=-1).isfinite().all()):
-        return torch.softmax(scores, dim=-1)
     unbounded = scores == math.inf
     finite = scores.masked_fill(unbounded, -math.inf)
     top = finite.amax(dim=-1, keepdim=True).clamp_min(torch.finfo(scores.dtype).min)
@@ -98,14 +96,25 @@ def _page_softmax(scores: Tensor) -> Tensor:
     return share.masked_fill(unbounded, math.inf)
 
 
-def _ranks(scores: Tensor, leading: int) -> Tensor:
-    """0-based position [H, P] of the ``leading`` pages in the order (score descending, page ascending); P behind them.
+def _group_shares(scores: Tensor) -> tuple[Tensor, bool]:
+    """Softmax over the pages, added up over the heads, [H, G, P] -> [H, P]; and whether no page is unbounded."""
+    shares = torch.softmax(scores, dim=-1).sum(dim=1)
+    if math.isfinite(float(shares.sum())):
+        return shares, True
+    return _page_softmax(scores).sum(dim=1), False
 
-    A few of many are found much faster than all are sorted.
+
+def _places(scores: Tensor, leading: int) -> Tensor:
+    """0-based position [..., P] of the ``leading`` pages in the order (score descending, page ascending); P behind them.
+
+    A few of many are found much faster than all are sorted, and without ties by their scores alone.
     """
     num_pages = scores.shape[-1]
     if leading < num_pages:
-        order = packed(scores).topk(leading, dim=-1).indices
+        values, order = scores.topk(leading + 1, dim=-1)
+        if bool((values[..., 1:] == values[..., :-1]).any()):
+            order = packed(scores).topk(leading, dim=-1).indices
+        order = order[..., :leading]
     else:
         order = scores.argsort(dim=-1, descending=True, stable=True)
     places = torch.arange(order.shape[-1], device=scores.device).expand_as(order)
@@ -129,12 +138,13 @@ def _reduce_group(scores: Tensor, group_reduce: str, leading: int) -> Tensor:
         return scores.flatten(0, 1)
     if group_reduce == "sum":
         return _bounded(scores.sum(dim=1))  # nan: +inf and -inf met; the page is unbounded for one head
-    shares = _page_softmax(scores).sum(dim=1)
+    shares, bounded = _group_shares(scores)
     if group_reduce == "softmax":
         return shares
     best = scores.amax(dim=1)
-    order = torch.minimum(2 * _ranks(best, leading), 2 * _ranks(shares, leading) + 1)
-    return torch.where(best == math.inf, math.inf, -order.to(scores.dtype))
+    by_max, by_share = _places(torch.stack((best, shares)), leading).mul_(2)
+    turns = torch.minimum(by_max, by_share.add_(1)).neg_().to(scores.dtype)
+    return turns if bounded else turns.masked_fill_(best == math.inf, math.inf)
 
 
 def score_row(
