@@ -44,7 +44,7 @@ def radar(rows: list[Row], path: Path) -> None:
     facts = report.of_task(rows, report.RETRIEVAL)
     kinds = list(dict.fromkeys(row["task"]["kind"] for row in facts))
     angles = [2 * math.pi * i / len(kinds) for i in range(len(kinds))]
-    figure, axis = plt.subplots(figsize=(7, 6), subplot_kw={"projection": "polar"}, layout="constrained")
+    figure, axis = plt.subplots(figsize=(7, 6), subplot_kw={"projection": "polar"})
 
     def share(policy: str, kind: str) -> float:
         return fmean(row["tokens_right"] for row in facts if row["policy"] == policy and row["task"]["kind"] == kind)
@@ -56,7 +56,7 @@ def radar(rows: list[Row], path: Path) -> None:
     axis.set_ylim(0.0, 1.1)
     axis.set_title("right tokens of answers, relative to dense attention")
     axis.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.02, 1.0))
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=150, bbox_inches="tight")
     plt.close(figure)
 
 

@@ -9,15 +9,17 @@ from tsattn.summaries.base import Statistics, Summary, filled, query_itself, sub
 
 
 def _update(keys: Tensor, fill: Tensor, m: int, metric: Tensor | None = None) -> Statistics:
-    width = sub_page_slots(keys.shape[-2], m)
+    slots = keys.shape[-2]
+    width = sub_page_slots(slots, m)
     # fp64 sums: the mean then rounds once, so it doesn't depend on the order of the sum.
     wide = torch.where(filled(keys, fill), keys, 0.0).double()
-    means = []
-    for j in range(m):
-        count = (fill - j * width).clamp(0, width)[..., None]
-        total = wide[..., j * width : (j + 1) * width, :].sum(dim=-2)
-        means.append(torch.where(count > 0, total / count.clamp_min(1), 0.0))
-    return Statistics(torch.stack(means, dim=-2).to(keys.dtype))
+    if slots != m * width:
+        wide = torch.nn.functional.pad(wide, (0, 0, 0, m * width - slots))
+    totals = wide.reshape(*wide.shape[:-2], m, width, wide.shape[-1]).sum(dim=-2)  # [..., M, D]
+    starts = torch.arange(m, device=keys.device) * width
+    counts = (fill[..., None] - starts).clamp(0, width)[..., None]
+    means = torch.where(counts > 0, totals / counts.clamp_min(1), 0.0)
+    return Statistics(means.to(keys.dtype))
 
 
 MEANS = Summary(_update, query_itself, "logsumexp", False, (1, 2, 4, 8), has_kernels=True)
