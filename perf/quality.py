@@ -28,7 +28,7 @@ from tsattn.evaluation.calibrate import label_of
 from tsattn.evaluation.specs import Spec, parse_spec
 from tsattn.evaluation.tasks import Task, TaskMaker
 from tsattn.integrations.hf import query_variance
-from tsattn.policies.query_aware import layer_of
+from tsattn.policies.statistics_bytes import layer_of
 
 SUMMARIES = {
     "mean": "parts=1,dtype=None",

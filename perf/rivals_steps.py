@@ -26,7 +26,7 @@ from tsattn.evaluation import reading
 from tsattn.evaluation.chunk import score_chunk
 from tsattn.policies import Attended, Step
 from tsattn.policies.full import Full
-from tsattn.policies.query_aware import layer_of
+from tsattn.policies.statistics_bytes import layer_of
 from tsattn.profiling import Profiler
 
 CONTEXTS = (4096, 8192, 16384)

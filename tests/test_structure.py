@@ -132,6 +132,14 @@ def test_files_are_short(path):
     assert len(path.read_text().splitlines()) <= 400
 
 
+METHODS = [path for path in (PACKAGE / "policies").glob("*.py") if path.stem not in ("__init__", "base", "kept_tokens")]
+
+
+@pytest.mark.parametrize("path", METHODS, ids=lambda p: p.stem)
+def test_a_policy_is_a_short_file(path):
+    assert len(path.read_text().splitlines()) <= 120
+
+
 def jit_functions(tree: ast.Module) -> set[str]:
     """Names of the functions of a module that triton.jit decorates."""
     return {

@@ -12,7 +12,7 @@ from tsattn.evaluation.report import answered
 from tsattn.evaluation.specs import parse_spec
 from tsattn.evaluation.tasks import TaskMaker
 from tsattn.policies import Step
-from tsattn.policies.query_aware import statistics_bytes
+from tsattn.policies.statistics_bytes import statistics_bytes
 
 CONTEXT, SEED = 4096, 70
 

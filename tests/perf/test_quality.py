@@ -8,7 +8,7 @@ from tests.evaluation.test_haystack import encode
 from tsattn import SparseConfig
 from tsattn.evaluation import grid, report
 from tsattn.policies import Step
-from tsattn.policies.query_aware import statistics_bytes
+from tsattn.policies.statistics_bytes import statistics_bytes
 
 RESULTS = timing.ROOT / "perf" / "results" / "cpu" / "quality"
 TEXT = [f"Paragraph {i} of a text." for i in range(50)]

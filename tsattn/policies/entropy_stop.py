@@ -16,7 +16,8 @@ from torch import Tensor
 from tsattn.config import NOT_LOGITS, SparseConfig
 from tsattn.ops import score_pages
 from tsattn.policies.base import Pages, Step
-from tsattn.policies.query_aware import QueryAware, statistics_bytes
+from tsattn.policies.query_aware import QueryAware
+from tsattn.policies.statistics_bytes import statistics_bytes
 
 THRESHOLD = 0.5
 
