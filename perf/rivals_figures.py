@@ -131,8 +131,9 @@ def bandwidth(steps: list[Row], path: Path) -> None:
             mine = _of(steps, policy, context)
             rates = [sum(row["bytes"].values()) / row["seconds"] / 1e9 for row in mine]
             axis.plot([row["step"] for row in mine], rates, lw=1.2, label=_kind(policy))
-        axis.set(title=f"{context:,} tokens", xlabel="decode step", ylim=(0.0, None))
+        axis.set(title=f"{context:,} tokens", xlabel="decode step")
         axis.grid(alpha=0.3)
+    axes[0][0].set_ylim(bottom=0.0)  # shared, and by all panels
     axes[0][0].set_ylabel("bytes that must be moved, GB/s")
     axes[0][0].legend(fontsize=8)
     figure.savefig(path, dpi=150)

@@ -8,6 +8,7 @@ import torch
 import tsattn
 from tsattn import kernels
 from tsattn.kernels import score_group
+from tsattn.scratch import ALIGNMENT, Scratch, piece_bytes
 from tsattn.testing import make_case
 from tsattn.tuning import space
 
@@ -117,3 +118,19 @@ def test_short_rows_and_scores_for_the_caller_are_ranked_as_a_whole():
     assert torch.equal(
         tsattn.score_pages(*args, impl="triton", **options), tsattn.score_pages(*args, impl="reference", **options)
     )
+
+
+@pytest.mark.parametrize("algorithm", ["heap", "two_level"])
+def test_its_scratch_is_exactly_enough(algorithm):
+    case = make_case(LENGTHS, heads_kv=2, group=3, dim=16, kind="means", seed=4)
+    leading, cells = score_group.Leading(6, 1, 2), case.page_table.shape[1]
+    small = {"BLOCK_TOP_P": 16, "BLOCK_HEAP": 16, **SELECT[algorithm]}
+    with space.forced("select", space.Config(small)):
+        pieces = [((len(LENGTHS), 6, cells), torch.float32)]
+        pieces += score_group.scratch_pieces(len(LENGTHS), 6, 2, cells, True, leading.width)
+        size = sum(piece_bytes(*piece) for piece in pieces)
+        buffer = torch.full((size,), 255, dtype=torch.uint8)
+        scores = scores_of(case, leading=leading, scratch=Scratch(buffer, buffer.device))
+        assert torch.equal(scores, scores_of(case, leading=leading))
+        with pytest.raises(ValueError, match="scratch holds"):
+            scores_of(case, leading=leading, scratch=Scratch(buffer[:-ALIGNMENT], buffer.device))
