@@ -4,7 +4,7 @@ The tests compare each function with counts taken in the interpreter (:mod:`tsat
 lanes of one load that share an address count once. Tensors are named as the kernels name them; scratch is
 
     per_head, head_lse    scores of the query heads, and their log-sum-exp
-    shares, best          what "softmax" and "mix" make of them; "ranked" where both are read
+    shares                what "mix" makes of them: shares of softmax, and the maxima
     keep, chosen                        pages for a mass, candidates of the chunks
     physical, tokens                    a list as physical pages, and how many tokens it has
     counters                            by which programs of a fused plan find out who is the last
@@ -146,26 +146,27 @@ def _reduce_row(layer: Layer, length: int, cells: int, tiles: Tiles, mix: bool, 
         "per_head": 2 * group * used * F32,
         "head_lse": shares * group * F32,
     }
-    writes = {"head_lse": group * F32, "shares" if mix else "scores": cells * F32}
+    writes = {"head_lse": group * F32, "scores": cells * F32}
     if mix:
-        writes |= {"best": cells * F32, "scores": cells * F32}
+        writes["shares"] = 2 * cells * F32
     cost = Cost(reads, writes)
     if leading is not None:
         cost += _rank_leaders(used, cells, tiles, leading, rounds)
     elif mix:
         # Every tile of ranks reads all scores of the row by both orders, and its own ones first.
         ranks = cdiv(cells, tiles.BLOCK_RANK)
-        cost += Cost({"seq_lens": ranks * I32, "ranked": 2 * (ranks + 1) * used * F32})
+        cost += Cost({"seq_lens": ranks * I32, "shares": 2 * (ranks + 1) * used * F32})
     return cost * layer.heads_kv
 
 
 def _rank_leaders(used: int, cells: int, tiles: Tiles, leading: Leading, rounds: int) -> Cost:
-    """The best pages of one KV head by both orders, and their ranks among themselves. Tensors are named as select does."""
+    """The best pages of one KV head by both orders, and their ranks among themselves. Lists are named as select names them."""
     width, kept = leading.width, min(leading.width, used)
     plan, name = _plan(used, kept, leading.sink_pages, leading.recent_pages), algorithm(cells, width, tiles)
     cost = _select_list(plan, cells, width, tiles.MAX_BLOCK, name, rounds, {"seq_lens": I32}) * 2
+    cost = Cost({"shares" if tensor == "scores" else tensor: size for tensor, size in cost.read.items()}, cost.written)
     programs = 2 * cdiv(width, tiles.BLOCK_RANK)
-    reads = {"page_ids": (2 + 2 * programs) * width * I32, "scores": (4 + 2 * programs) * kept * F32}
+    reads = {"page_ids": (2 + 2 * programs) * width * I32, "shares": (4 + 2 * programs) * kept * F32}
     return cost + Cost(reads, {"scores": 2 * kept * F32})
 
 

@@ -214,7 +214,7 @@ def marked(faults):
 def a_step_with_splits(plan):
     """(traffic, case) of a step with several tiles in every stage."""
     with many_splits(), space.forced("score", space.Config({"BLOCK_P": 4})):
-        return decode(traffic_case((100, 333), dim=16), tsattn.SparseConfig(token_budget=128, plan=plan))[0]
+        return decode(traffic_case((100, 333), dim=16), tsattn.SparseConfig(group_reduce="max", token_budget=128, plan=plan))[0]
 
 
 def moved(t, name):

@@ -51,9 +51,8 @@ def _page_lse_kernel(lse, per_head, seq_lens, stride_len, N, HQ: tl.constexpr, S
 
 @triton.jit(do_not_specialize=["stride_or", "stride_oh", "stride_fr", "stride_fh", "N", "floor"])
 def _group_softmax_kernel(
-    shares,
-    best,  # also the maximum over the group, in the strides of shares, or None
-    scores,  # with "mix" also `floor` for every page of the row, where that is below 0; or None
+    shares,  # with MIX for 2 * HKV heads: the maxima over the groups lie behind the shares
+    scores,  # with MIX: `floor` for every page of the row, where that is below 0
     per_head,
     lse,
     seq_lens,
@@ -69,6 +68,7 @@ def _group_softmax_kernel(
     HKV: tl.constexpr,
     G: tl.constexpr,
     S: tl.constexpr,
+    MIX: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     num_tiles = cdiv(N, BLOCK_N)
@@ -87,11 +87,11 @@ def _group_softmax_kernel(
     total = tl.where(used, total, float("-inf"))
     place = row * stride_or + head * stride_oh + n.to(tl.int64) * stride_on
     tl.store(shares + place, total, mask=n < N)
-    if best is not None:
-        tl.store(best + place, top, mask=n < N)
-    if scores is not None:
+    if MIX:
+        tl.store(shares + HKV * stride_oh + place, top, mask=n < N)
         lowest = tl.where(used, floor, float("-inf"))
-        tl.store(scores + row * stride_fr + head * stride_fh + n.to(tl.int64) * stride_fn, lowest, mask=(n < N) & (floor < 0.0))
+        lowest_place = row * stride_fr + head * stride_fh + n.to(tl.int64) * stride_fn
+        tl.store(scores + lowest_place, lowest, mask=(n < N) & (floor < 0.0))
 
 
 @triton.jit
@@ -226,7 +226,7 @@ def reduce_over_group(
         leading = None
     pieces = scratch_pieces(num_rows, num_heads, num_kv_heads, num_cells, mix)
     lse, *taken = (scratch.take(*piece) for piece in pieces)
-    shares, best = (taken[0][:, :num_kv_heads], taken[0][:, num_kv_heads:]) if mix else (scores, None)
+    shares = taken[0] if mix else scores
     _page_lse_kernel[(num_rows * num_heads,)](
         lse,
         per_head,
@@ -240,7 +240,6 @@ def reduce_over_group(
     )
     _group_softmax_kernel[(num_rows * num_kv_heads * triton.cdiv(num_cells, config["BLOCK_N"]),)](
         shares,
-        best,
         scores if mix else None,
         per_head,
         lse,
@@ -253,13 +252,14 @@ def reduce_over_group(
         HKV=num_kv_heads,
         G=num_heads // num_kv_heads,
         S=page_size,
+        MIX=mix,
         BLOCK_N=config["BLOCK_N"],
         num_warps=config.num_warps,
     )
     if mix and leading is None:
         _mix_kernel[(num_rows * num_kv_heads * triton.cdiv(num_cells, config["BLOCK_RANK"]),)](
             scores,
-            taken[0],
+            shares,
             seq_lens,
             *scores.stride(),
             seq_lens.stride(0),
@@ -271,7 +271,7 @@ def reduce_over_group(
             num_warps=config.num_warps,
         )
     if leading is not None:
-        _mix_leaders(taken[0], seq_lens, scores, page_size, leading, scratch)
+        _mix_leaders(shares, seq_lens, scores, page_size, leading, scratch)
 
 
 def _mix_leaders(
