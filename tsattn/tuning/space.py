@@ -104,7 +104,7 @@ _ENTRIES = (
     Entry("score", _score((64, 8), (32, 4), (16, 2)), "sm_8", element_sizes=(1, 2), max_head_dim=128),
     Entry("score", _score((32, 4), (64, 8), (16, 2)), element_sizes=(1, 2), max_head_dim=128),
     Entry("score", _score((16, 4), (32, 8))),
-    Entry("reduce", (Config({"BLOCK_N": 1024, "BLOCK_RANK": 64, "BLOCK_OTHER": 128, "MAX_RANKED": 512}),)),
+    Entry("reduce", (Config({"BLOCK_N": 1024, "BLOCK_RANK": 64, "BLOCK_OTHER": 64, "MAX_RANKED": 512}),)),
     Entry("select", (_select(1024),), "sm_8"),  # 2,048 pages as 64-bit keys spill there
     Entry("select", (_select(2048),)),
     # BLOCK_T counts tokens. On NVIDIA a real second buffer for K and V only exists from five stages on; the 64 KB of shared
