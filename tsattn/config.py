@@ -48,8 +48,8 @@ class SparseConfig:
         TinyServe; a smaller X bounds nothing.
     group_reduce : {"mix", "max", "sum", "softmax", "none"}
         How the query heads of one KV head share a list of pages, see :func:`tsattn.score_pages`; ``"none"`` selects per query
-        head. Where it isn't given it is "mix", but "max" with what can't rank whole rows of scores (``top_p``,
-        ``refine_pages``, a fused ``plan``) and for kind "minmax", whose "max" is a bound.
+        head. Where it isn't given it is "mix", but "max" with what can't rank whole rows of scores (``top_p``
+        below 1, ``refine_pages``, a fused ``plan``) and for kind "minmax", whose "max" is a bound.
     stats_dtype : torch.dtype or None
         Storage of the page statistics; None is the dtype of the keys. ``torch.int8`` keeps codes with one fp32 scale per
         vector.
