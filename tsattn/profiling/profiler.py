@@ -11,7 +11,7 @@ import torch
 
 from tsattn import marks
 from tsattn.profiling import report
-from tsattn.profiling.recorder import Call, Recorder
+from tsattn.profiling.recorder import Recorder
 from tsattn.profiling.rows import rows_of
 
 
@@ -56,7 +56,6 @@ class Profiler:
             raise ValueError(f"attention_every must be a number of steps, or 0, got {attention_every!r}")
         self.attention_every = attention_every
         self._recorder: Recorder | None = None
-        self._calls: list[Call] = []
         self._rows: list[dict[str, Any]] | None = None
 
     def __enter__(self) -> Profiler:
@@ -64,7 +63,6 @@ class Profiler:
             raise RuntimeError("a Profiler is at work already: blocks can't be nested")
         self._rows = None
         self._recorder = Recorder(self.attention_every)
-        self._calls = self._recorder.calls
         marks.listener = self._recorder
         return self
 
@@ -77,8 +75,9 @@ class Profiler:
         if self._rows is None:
             if marks.listener is self._recorder is not None:
                 raise RuntimeError("rows are counted when the block is over")
-            self._rows = rows_of(self._calls)
-            self._calls = []
+            calls = [] if self._recorder is None else self._recorder.settled()
+            self._rows = rows_of(calls)
+            self._recorder = None
         return self._rows
 
     def table(self) -> str:

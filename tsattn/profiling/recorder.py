@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import itemgetter
 from threading import get_ident
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from tsattn.profiling.attention import Attention, observed
 from tsattn.profiling.clock import cuda_moment, host_moment
+from tsattn.profiling.order import UNTOLD, Order
 
 Tensors = tuple[Tensor | None, ...]
 _PLACES = {
@@ -30,9 +32,17 @@ _PLACES = {
 }
 """Where the tensors of a stage's function are; those that a step writes are counted from the end."""
 _READ = ("k_cache", "page_stats", "seq_lens", "page_ids", "page_counts")
-_READ_PLACES = {stage: tuple(places.get(name) for name in _READ) for stage, places in _PLACES.items()}
-_ANCHORS = _READ[:2]
-"""Tensors that tell layers apart."""
+_FEW = 256
+"""Numbers that a list holds as well."""
+
+
+def _reader_of(places: dict[str, int]) -> Callable[[Tensors], Tensors]:
+    """What picks the tensors of ``_READ`` from those of a call; one lookup, since it runs in every call."""
+    pick = itemgetter(*(places.get(name, -1) for name in _READ))
+    return pick if all(name in places for name in _READ) else lambda tensors: pick((*tensors, None))
+
+
+_READERS = {stage: _reader_of(places) for stage, places in _PLACES.items()}
 SET_UP = "set-up"
 """What a step does before its first stage."""
 
@@ -59,8 +69,12 @@ class Call:
 
     Attributes
     ----------
-    form, impl, layer, step
-        What, by whom, of which layer, in which step.
+    facts, impl
+        What, as :class:`Form` names it, and by whom.
+    layer, step
+        Of which layer, in which step. An :class:`~tsattn.profiling.order.Order` finds both; before, the layer may be known.
+    anchors : tuple
+        Addresses of the K cache and of the statistics, which tell layers apart; None for what a call doesn't have.
     moments : list of (str, moment)
         Where its parts begin, and its end as "".
     copies : tuple
@@ -71,19 +85,25 @@ class Call:
         Mass and entropy, of the steps that were asked for.
     """
 
-    form: Form
+    facts: tuple[Any, ...]
     impl: str
     layer: int
-    step: int
+    anchors: tuple[int | None, int | None]
     moments: list[tuple[str, Any]]
     copies: tuple[Any, Any, Any]
     is_second: bool
+    step: int = -1
     attention: Attention | None = None
+
+    @property
+    def form(self) -> Form:
+        """What bytes are counted from."""
+        return Form(*self.facts)
 
     @property
     def stage(self) -> str:
         """The stage, or "decode"."""
-        return self.form.stage
+        return str(self.facts[0])
 
     @property
     def sizes(self) -> dict[str, Any]:
@@ -107,33 +127,30 @@ class Call:
 
 
 def copy_of(tensor: Tensor | None) -> Any:
-    """What :func:`as_tensor` gives back; NumPy copies a few numbers in half the time."""
+    """What :func:`as_tensor` gives back; a few numbers are copied to a list in a fraction of the time."""
     if tensor is None:
         return None
-    return tensor.clone() if tensor.is_cuda else tensor.numpy().copy()
+    return tensor.clone() if tensor.is_cuda or not 0 < tensor.numel() <= _FEW else tensor.tolist()
 
 
 def as_tensor(copy: Any) -> Tensor | None:
-    """A tensor that :func:`copy_of` has copied."""
-    return copy if copy is None or isinstance(copy, Tensor) else torch.from_numpy(copy)
+    """Integers that :func:`copy_of` has copied."""
+    return torch.tensor(copy) if isinstance(copy, list) else copy
 
 
 class Recorder:
     """The listener behind :class:`tsattn.profiling.Profiler`.
 
-    A layer is told, or told by its K cache or statistics: in the order in which they are seen they are 0, 1, ... (a cache that
-    grows is a new one). A step ends where a layer's stage comes up again. Calls of other threads are not recorded.
+    Calls of other threads are not recorded.
     """
 
     def __init__(self, attention_every: int) -> None:
         self.attention_every = attention_every
         self._thread = get_ident()
-        self.calls: list[Call] = []
-        self._told: int | None = None
-        self._layers: dict[tuple[str, int], int] = {}
-        self._last = 0
-        self._step = 0
-        self._done: set[tuple[int, str]] = set()
+        self._seen: list[tuple[Any, ...]] = []  # calls to be
+        self._calls: list[Call] = []
+        self._order = Order()
+        self._told = UNTOLD
         self._is_again = False
         self._now: Callable[[], Any] | None = None
         self._moments: list[tuple[str, Any]] = []
@@ -142,7 +159,7 @@ class Recorder:
     def layer(self, index: int | None) -> None:
         """The calls that follow are this layer's."""
         if get_ident() == self._thread:
-            self._told = index
+            self._told = UNTOLD if index is None else index
 
     def again(self) -> None:
         """The next call does what the last one did, for the coarse statistics of two levels."""
@@ -161,8 +178,9 @@ class Recorder:
 
     def part(self, stage: str) -> None:
         """A stage begins within a step."""
-        if self._now is not None and get_ident() == self._thread:
-            self._moments.append((stage, self._now()))
+        now = self._now
+        if now is not None and get_ident() == self._thread:
+            self._moments.append((stage, now()))
 
     def end(self) -> None:
         """The call is over."""
@@ -170,19 +188,12 @@ class Recorder:
             return
         self._moments.append(("", self._now()))
         (stage, impl, tensors, options), self._open, self._now = self._open, None, None
-        found = [None if place is None else tensors[place] for place in _READ_PLACES[stage]]
-        k_cache, page_stats = found[:2]
-        layer = self._layer_of(k_cache, page_stats) if self._told is None else self._told
-        name = "attend" if stage == "decode" else stage
+        k_cache, page_stats, *listed = _READERS[stage](tensors)
         is_second, self._is_again = self._is_again, False
-        if (layer, name) in self._done and not is_second:
-            self._step += 1
-            self._done.clear()
-        self._done.add((layer, name))
         first = tensors[0]
         assert first is not None
         option = options.get
-        form = Form(
+        facts = (
             stage,
             first.shape,
             None if k_cache is None else (k_cache.shape, k_cache.dtype),
@@ -195,28 +206,27 @@ class Recorder:
             option("page_stats_scale") is not None,
             option("page_stats_weight") is not None,
         )
-        copies = copy_of(found[2]), copy_of(found[3]), copy_of(found[4])
-        call = Call(form, impl, layer, self._step, self._moments, copies, is_second)
-        self.calls.append(call)
-        seen = options.get("window") is None
-        if self.attention_every and seen and name == "attend" and call.step % self.attention_every == 0:
-            call.attention = observed({each: tensors[place] for each, place in _PLACES[stage].items()}, options)
+        anchors = None if k_cache is None else k_cache.data_ptr(), None if page_stats is None else page_stats.data_ptr()
+        copies = copy_of(listed[0]), copy_of(listed[1]), copy_of(listed[2])
+        self._seen.append((facts, impl, self._told, anchors, self._moments, copies, is_second))
+        if self.attention_every:
+            self._observe(tensors, options)
 
-    def _layer_of(self, *tensors: Tensor | None) -> int:
-        anchors = [(name, each.data_ptr()) for name, each in zip(_ANCHORS, tensors, strict=True) if each is not None]
-        known = [self._layers[anchor] for anchor in anchors if anchor in self._layers]
-        if known:
-            self._last = known[0]
-        elif anchors and not self._lacks({name for name, _ in anchors}):
-            self._last = len(set(self._layers.values()))
-        if len(known) < len(anchors):
-            self._layers |= dict.fromkeys(anchors, self._last)
-        return self._last
+    def settled(self) -> list[Call]:
+        """The calls so far, with their layers and steps."""
+        calls = [Call(*seen) for seen in self._seen]
+        self._seen.clear()
+        for call in calls:
+            self._order.place(call)
+        self._calls += calls
+        return self._calls
 
-    def _lacks(self, names: set[str]) -> bool:
-        """Whether the layer of the call before has none of these tensors yet, as after scoring without an append."""
-        held = {name for (name, _), layer in self._layers.items() if layer == self._last}
-        return bool(held) and not held & names
+    def _observe(self, tensors: Tensors, options: dict[str, Any]) -> None:
+        """Mass and entropy of the last call, if it is of a step that they are asked for."""
+        call = self.settled()[-1]
+        sees_all = options.get("window") is None
+        if sees_all and call.stage in ("attend", "decode") and call.step % self.attention_every == 0:
+            call.attention = observed({each: tensors[place] for each, place in _PLACES[call.stage].items()}, options)
 
 
 @functools.lru_cache(maxsize=4096)
