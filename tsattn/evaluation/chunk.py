@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 from transformers.masking_utils import sdpa_mask
 
+from tsattn import marks
 from tsattn.evaluation.reading import snapshot
 from tsattn.integrations import hf
 from tsattn.integrations.hf_attention import tsattn_attention
@@ -167,7 +168,11 @@ def _attention(
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     seen = chunk.layers, chunk.observed.get(layer)
     step = Step(layer, query[0].transpose(0, 1), key[0], value[0], seq_lens, options, *seen)
-    attended = chunk.policy.attend(step)
+    marks.layer(layer)
+    try:
+        attended = chunk.policy.attend(step)
+    finally:
+        marks.layer(None)
     chunk.readings[layer] = _reading(step, attended, chunk.policy)
     return attended.out[None], None
 

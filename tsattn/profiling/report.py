@@ -39,7 +39,9 @@ def _cell(row: Row, name: str, text: str) -> str:
 
 
 def table(rows: list[Row]) -> str:
-    """Markdown: a line per layer and stage, means per call, and the sum over layers per step."""
+    """Markdown: a line per layer and stage, means per call."""
+    if not rows:
+        return "Nothing was recorded: no call of tsattn's came from this thread while the block ran (is `hf.sparse` active?)."
     lines = [
         "| layer | stage | impl | calls | µs | MB | GB/s | pages | of | re-use | mass | entropy |",
         "|---:|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
@@ -63,20 +65,26 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
+def spans_of(row: Row) -> list[list[float]]:
+    """[start, seconds] of each stretch of a stage."""
+    return row.get("spans", [[row["start"], row["seconds"]]])
+
+
 def chrome_trace(rows: list[Row]) -> dict[str, Any]:
-    """For chrome://tracing and Perfetto: a thread per layer, an event per stage."""
+    """For chrome://tracing and Perfetto: a thread per layer, an event per stretch of a stage."""
     events = [
         {
             "name": row["stage"],
             "cat": row["impl"],
             "ph": "X",
-            "ts": row["start"] * 1e6,
-            "dur": row["seconds"] * 1e6,
+            "ts": start * 1e6,
+            "dur": seconds * 1e6,
             "pid": 0,
             "tid": row["layer"],
             "args": {name: row[name] for name in ("step", "bytes", *OF_STEP) if name in row},
         }
         for row in rows
+        for start, seconds in spans_of(row)
     ]
     names = [
         {"name": "thread_name", "ph": "M", "pid": 0, "tid": layer, "args": {"name": f"layer {layer}"}}
@@ -102,12 +110,13 @@ def picture(rows: list[Row], path: Path, title: str) -> None:
     for stage in stages:
         for place, layer in enumerate(layers):
             mine = [row for row in last if row["layer"] == layer and row["stage"] == stage]
-            bars = [((row["start"] - origin) * 1e3, row["seconds"] * 1e3) for row in mine]
+            bars = [((start - origin) * 1e3, seconds * 1e3) for row in mine for start, seconds in spans_of(row)]
             line.broken_barh(bars, (place - 0.4, 0.8), color=colours[stage], label=stage if place == 0 else None)
-    line.set(xlabel=f"ms, steps {shown[0]} to {shown[-1]}", ylabel="layer", title=title)
+    line.set(xlabel=f"ms, steps {shown[0]} to {shown[-1]}", ylabel="layer")
+    figure.suptitle(title)
     line.set_yticks(range(len(layers)), [str(layer) for layer in layers])
     line.invert_yaxis()
-    line.legend(ncols=len(stages), fontsize="small", loc="upper right")
+    line.legend(ncols=len(stages), fontsize="small", loc="lower right", bbox_to_anchor=(1.0, 1.0), frameon=False)
     for axis, (name, label, scale) in zip(
         maps, (("seconds", "µs", 1e6), ("pages", "pages read", 1.0), ("reuse", "re-use of pages", 1.0)), strict=True
     ):

@@ -16,28 +16,35 @@ Row = dict[str, Any]
 def rows_of(calls: list[Call]) -> list[Row]:
     """Rows in the order of the calls.
 
-    Each has step, layer, stage, impl, start (seconds since the first call) and seconds; ``bytes`` that the stage had to move
-    (what it must read and write, not what it did twice); and, once per step and layer, with its last stage: ``pages`` and
-    ``pages_of`` (read, and cached: mean per row and KV head), ``reuse`` (share of the pages that the step before read, too),
-    ``mass`` and ``entropy`` where they were asked for.
+    Each has step, layer, stage, impl, start (seconds since the first call of the same clock: the host's, or the GPU's) and
+    seconds; ``bytes`` that the stage had to move (what it must read and write, not what it did twice); where it was left and
+    entered again, as for one row of a batch after the other, ``spans``, [start, seconds] each; and, once per step and layer,
+    with its attend stage: ``pages`` and ``pages_of`` (read, and cached: mean per row and KV head), ``reuse`` (share of the
+    pages that the step before read, too), ``mass`` and ``entropy`` where they were asked for.
     """
-    if not calls:
-        return []
-    first = calls[0].moments[0][1]
+    origins: dict[type, Any] = {}
     rows, before = [], dict[int, tuple[Tensor, Tensor]]()
     for call in calls:
-        spent: dict[str, list[float]] = {}
+        first = origins.setdefault(type(call.moments[0][1]), call.moments[0][1])
+        spent: dict[str, list[list[float]]] = {}
         for (stage, moment), (_, until) in zip(call.moments, call.moments[1:], strict=False):
-            start, seconds = spent.setdefault(stage, [seconds_between(first, moment), 0.0])
-            spent[stage] = [start, seconds + seconds_between(moment, until)]
+            spent.setdefault(stage, []).append([seconds_between(first, moment), seconds_between(moment, until)])
         moved = bytes_of(call)
         about = {"step": call.step, "layer": call.layer, "impl": call.impl}
         parts = [
-            {**about, "stage": stage, "start": start, "seconds": seconds, "bytes": sum_of(moved, stage)}
-            for stage, (start, seconds) in spent.items()
+            {
+                **about,
+                "stage": stage,
+                "start": spans[0][0],
+                "seconds": sum(seconds for _, seconds in spans),
+                "bytes": sum_of(moved, stage),
+                **({"spans": spans} if len(spans) > 1 else {}),
+            }
+            for stage, spans in spent.items()
         ]
         if call.stage in ("decode", "attend"):
-            parts[-1] |= pages_of(call, before.get(call.layer))
+            last = next((part for part in parts if "attend" in part["stage"]), parts[-1])
+            last |= pages_of(call, before.get(call.layer))
             if call.page_ids is not None and call.page_counts is not None:
                 before[call.layer] = call.page_ids, call.page_counts
         rows += parts
