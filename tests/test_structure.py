@@ -79,7 +79,7 @@ ARROWS = {
     # The command that tunes launches the stages; tuning itself gets the launches as functions, so no kernel depends on it.
     "tune": {"kernels", "testing", "tuning"},
     "profiling": {"marks", "quantisation"},
-    "evaluation": {"config", "integrations", "policies", "selection"},
+    "evaluation": {"config", "integrations", "marks", "policies", "selection"},
     "demo": {"__init__", "cache", "config", "evaluation", "integrations", "library", "ops", "selection", "summaries"},
     "__main__": {"__init__", "demo", "evaluation", "tune"},
 }

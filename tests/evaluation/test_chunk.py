@@ -8,7 +8,8 @@ from tsattn import SparseConfig
 from tsattn.evaluation.chunk import score_chunk
 from tsattn.evaluation.reading import Prefiller, prefill, snapshot
 from tsattn.integrations import hf
-from tsattn.policies import POLICIES, QueryAware
+from tsattn.policies import POLICIES, QueryAware, Step
+from tsattn.policies.base import ScoredPages
 from tsattn.testing import assert_close
 
 CONTEXT, CHUNK = 150, 13
@@ -148,6 +149,21 @@ def test_bytes_are_counted():
     int8 = SparseConfig(page_size=4, token_budget=32, recent_pages=2, parts=2, stats_dtype=torch.int8)
     layer = score_chunk(model, prefilled, tokens[:2], QueryAware(int8)).layers[0]
     assert layer.statistics_bytes == 38 * heads * 2 * (dim + 4)
+
+
+def test_what_scores_read_of_a_page_is_counted():
+    config = SparseConfig(page_size=4, token_budget=24, recent_pages=1)
+
+    def newest(step, config):
+        pages = -(-step.keys.shape[1] // config.page_size)
+        return torch.arange(pages).float().expand(step.q.shape[0], step.keys.shape[0], -1)
+
+    rng = torch.Generator().manual_seed(0)
+    keys, values = torch.randn(2, 2, 50, 16, generator=rng)
+    lens = torch.tensor([20, 50], dtype=torch.int32)  # the first row keeps everything
+    step = Step(0, torch.randn(2, 4, 16, generator=rng), keys, values, lens, {"softmax_scale": 0.25}, (0,), None)
+    for per_page in (0.0, 32.0):
+        assert ScoredPages(config, newest, per_page).attend(step).statistics_bytes == 13 * 2 * per_page
 
 
 def test_oracles_cover_more_mass_than_any_other_choice_of_as_many_pages():

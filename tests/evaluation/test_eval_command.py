@@ -8,7 +8,7 @@ import torch
 from tsattn.__main__ import main
 from tsattn.config import SparseConfig
 from tsattn.evaluation import grid
-from tsattn.evaluation.report import answered, mean_of, unbeaten
+from tsattn.evaluation.report import answered, mean_of, retrieval_table, unbeaten
 from tsattn.evaluation.specs import parse_spec
 
 pytest.importorskip("matplotlib")
@@ -93,18 +93,27 @@ def test_another_text_under_the_same_name_is_measured_anew(command, tmp_path):
     assert reports[0] != reports[1]
 
 
+def test_a_text_that_is_too_short_is_no_secret(command, tmp_path, capsys):
+    (tmp_path / "short.txt").write_text("Hardly anything.")
+    status, out = command("--contexts", "200", "--tasks", "text", "--text-file", str(tmp_path / "short.txt"), *POLICIES)
+    assert status == 0
+    assert "tokens go round until there are 296" in capsys.readouterr().err
+    assert "tokens go round until there are 296" in (out / "report.md").read_text()
+
+
 def test_a_question_that_the_prefill_saw(command):
     _, out = command("--contexts", "200", "--tasks", "facts", "--depths", "1", "--seen", *POLICIES)
     rows = grid.read_rows(out / "rows.jsonl")
     assert all(row["task"]["seen"] for row in rows)
 
 
-def test_a_fact_and_a_text_of_ones_own(command, tmp_path):
+def test_a_fact_and_a_text_of_ones_own(command, tmp_path, capsys):
     text = tmp_path / "mine.txt"
     text.write_text("One thing happens after another. \n\n" * 40)
-    own = ["--text-file", str(text), "--fact", "Zoe lives in Oslo.", "--question", " Zoe lives in", "--answer", "Oslo"]
+    own = ["--text-file", str(text), "--fact", "Zoe lives in Oslo.", "--question", " Zoe lives in", "--answer", " Oslo"]
     status, out = command("--contexts", "300", "--tasks", "facts", "--depths", "2", *own, *POLICIES)
     assert status == 0
+    assert "go round" not in capsys.readouterr().err
     rows = grid.read_rows(out / "rows.jsonl")
     assert {(row["task"]["kind"], row["task"]["answer"], row["task"]["text"]) for row in rows} == {("own", "Oslo", "mine.txt")}
 
@@ -171,6 +180,28 @@ def test_a_label_with_a_bar_stays_one_cell(command):
 def test_the_frontier_is_what_no_other_beats():
     points = {"a": (1.0, 5.0), "b": (2.0, 5.0), "c": (2.0, 3.0), "d": (4.0, 4.0), "e": (5.0, 1.0), "f": (1.0, 5.0)}
     assert unbeaten(points) == ["a", "c", "e"]
+
+
+def test_kinds_that_dense_attention_misses_stay_in_the_table():
+    def row(policy, kind, right, tokens):
+        task = {"task": "retrieval", "kind": kind, "context": 200, "depth": 0.5}
+        return {
+            "task": task,
+            "policy": policy,
+            "right": right,
+            "tokens_right": tokens,
+            "bytes_share": 0.5,
+            "mass": 0.5,
+            "nll": 1.0,
+        }
+
+    rows = [row("dense", "rare", True, 1.0), row("ours", "rare", True, 1.0)]
+    rows += [row("dense", "aliasing", False, 0.5), row("ours", "aliasing", False, 0.0)]
+    assert retrieval_table(rows).splitlines()[2:] == [
+        "|dense|0/1|1/1|50.0%|50.0%|1.00|75%|",
+        "|ours|0/0|1/1|50.0%|50.0%|1.00|50%|",
+    ]
+    assert "|ours|0/0|50.0%|50.0%|1.00|0%|" in retrieval_table(rows[2:])  # none is answered whole
 
 
 def test_only_prompts_that_dense_attention_answers_count():

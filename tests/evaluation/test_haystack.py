@@ -1,5 +1,6 @@
 """The text: exact length, the needle in one piece, the same for the same seed."""
 
+import gzip
 import json
 import sys
 
@@ -124,7 +125,7 @@ def test_a_file_that_is_no_text_is_named_with_its_option(tmp_path):
             read_text(wrong)
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize("kind", ["jsonl", "json.gz", "parquet"])
 def test_texts_come_from_columns_too(tmp_path, kind):
     rows = [{"body": "First text.", "n": 1}, {"body": "", "n": 2}, {"body": "Third\n\ntext.", "n": 3}]
     path = tmp_path / f"texts.{kind}"
@@ -133,9 +134,10 @@ def test_texts_come_from_columns_too(tmp_path, kind):
         pyarrow.parquet = pytest.importorskip("pyarrow.parquet")
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     else:
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+        path.write_bytes(gzip.compress(lines) if kind == "json.gz" else lines)
     assert read_documents(path, "--text-file", "body") == [row["body"] for row in rows]
-    for column in ("text", "n") if kind == "jsonl" else ("text",):
+    for column in ("text", "n") if kind != "parquet" else ("text",):
         with pytest.raises(ValueError, match=f"--text-file .*{column}"):
             read_documents(path, "--text-file", column)
 
@@ -151,5 +153,9 @@ def test_what_is_no_text_is_said(tmp_path):
     pytest.importorskip("pyarrow", reason="optional: pyarrow, an extra of `tsattn[bench]`")
     with pytest.raises(ValueError, match=r"c\.parquet"):
         read_documents(tmp_path / "c.parquet", "--text-file", "text")
+    for name, content in (("e.json.gz", b"no gzip"), ("f.txt.gz", gzip.compress(b"cut off")[:-9])):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match=f"--text-file .*{name}: "):
+            read_documents(tmp_path / name, "--text-file", "text")
     (tmp_path / "d.txt").write_text("plain\n\ntext")
     assert read_documents(tmp_path / "d.txt", "--text-file", "text") == ["plain\n\ntext"]

@@ -9,7 +9,7 @@ from tests.evaluation.tiny import save_tiny_model
 from tests.integrations.models import CACHE, build, prompts
 from tsattn import SparseConfig
 from tsattn.__main__ import main
-from tsattn.evaluation import grid, longbench, model
+from tsattn.evaluation import grid, longbench, metrics, model
 from tsattn.evaluation.chunk import score_chunk
 from tsattn.evaluation.generation import draft, stop_tokens, write
 from tsattn.evaluation.reading import Prefiller, snapshot
@@ -53,6 +53,17 @@ def test_templates_are_filled_and_cut_at_the_context(folder, loaded):
     assert first.about == {"task": "longbench", "dataset": "hotpotqa", "id": "q0", "context": 207, "model": loaded.name}
     assert first.score("He") == 1.0
     assert kind.score("\nCity\nFood") == 1.0  # the first line counts
+
+
+@pytest.mark.parametrize("name", longbench.DATASETS)
+def test_of_some_answers_the_first_line_counts(name):
+    """LongBench's own script: of trec, triviaqa, samsum (and a Chinese set)."""
+    answer, classes = "\nthe answer here\nand then some other things", ["the answer here", "another"]
+    whole = metrics.best_of(longbench.DATASETS[name], answer, ["the answer here"], classes)
+    first = metrics.best_of(longbench.DATASETS[name], "the answer here", ["the answer here"], classes)
+    expected = first if name in ("trec", "triviaqa", "samsum") else whole
+    assert longbench._score(name, ["the answer here"], classes, answer) == expected
+    assert name not in ("triviaqa", "samsum") or first != whole  # or this shows nothing
 
 
 def test_what_is_too_long_loses_its_middle(folder, loaded):
@@ -161,6 +172,18 @@ def test_broken_files_are_named(tmp_path, loaded):
     (tmp_path / "trec.jsonl").write_text("{broken\n")
     with pytest.raises(ValueError, match="line 1 is no JSON"):
         longbench.tasks(loaded, tmp_path, ["trec"], context=100)
+    for record in ({"answers": ["a", None]}, {"answers": ["a"], "all_classes": [1]}):
+        (tmp_path / "trec.jsonl").write_text(json.dumps({"input": "a", "context": "b", **record}) + "\n")
+        with pytest.raises(ValueError, match="line 1 must have text only in"):
+            longbench.tasks(loaded, tmp_path, ["trec"], context=100)
+    for lengths in ('{"trec": "four"}', '{"trec": 0}'):
+        (tmp_path / "dataset2maxlen.json").write_text(lengths)
+        with pytest.raises(ValueError, match="must have a number of tokens for 'trec'"):
+            longbench.tasks(loaded, tmp_path, ["trec"], context=100)
+    (tmp_path / "dataset2maxlen.json").write_text("[]")
+    with pytest.raises(ValueError, match="must hold an object with the datasets' names, got list"):
+        longbench.tasks(loaded, tmp_path, ["trec"], context=100)
+    (tmp_path / "dataset2maxlen.json").write_text('{"trec": 4}')
     (tmp_path / "dataset2prompt.json").write_text('{"trec": "{input}"}')
     with pytest.raises(ValueError, match=r"has no \{context\}"):
         longbench.tasks(loaded, tmp_path, ["trec"], context=100)

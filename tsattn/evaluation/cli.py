@@ -22,9 +22,9 @@ DEFAULT_POLICIES = ("tsattn", "paper", "random", "oracle-max")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     what = parser.add_argument_group("what is measured")
-    what.add_argument("--tasks", nargs="+", choices=("facts", "text"), default=["facts", "text"], help="(both)")
-    what.add_argument("--contexts", type=positive, nargs="+", default=[4096, 8192], metavar="TOKENS", help="(4096 8192)")
-    what.add_argument("--kinds", nargs="+", choices=needles.KINDS, default=["standard"], help="of pass keys (standard)")
+    what.add_argument("--tasks", nargs="+", choices=("facts", "text"), default=["facts", "text"], help="default both")
+    what.add_argument("--contexts", type=positive, nargs="+", default=[4096, 8192], metavar="TOKENS", help="default 4096 8192")
+    what.add_argument("--kinds", nargs="+", choices=needles.KINDS, default=["standard"], help="of pass keys; default standard")
     what.add_argument("--depths", type=positive, default=8, metavar="N", help="where the fact is: N places (%(default)s)")
     what.add_argument("--seeds", type=whole, nargs="+", default=[0], metavar="N", help="of keys and texts (0)")
     what.add_argument("--continued", type=positive, default=96, metavar="TOKENS", help="of a text (%(default)s)")
@@ -33,8 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--text-file", type=Path, metavar="FILE", help="text of your own instead of the essays: plain, JSON lines or Parquet"
     )
     what.add_argument("--text-column", metavar="NAME", help="of JSON lines and Parquet (text)")
-    for name in ("fact", "question", "answer"):
-        what.add_argument(f"--{name}", metavar="TEXT", help="a fact of your own instead of pass keys; give all three")
+    what.add_argument("--fact", metavar="TEXT", help="a sentence of your own to hide instead of pass keys; give all three")
+    what.add_argument("--question", metavar="TEXT", help="what the text ends with: the beginning of a sentence")
+    what.add_argument("--answer", metavar="TEXT", help="how the model must go on, after a space")
     what.add_argument("--longbench", type=Path, metavar="DIR", help="questions in LongBench's format, and its config files")
     what.add_argument("--datasets", nargs="+", metavar="NAME", help="of --longbench (all that are in the folder)")
     what.add_argument("--limit", type=positive, metavar="N", help="questions per dataset")
@@ -42,7 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--policy",
         action="append",
         metavar="SPEC",
-        help=f"[LABEL=]NAME[:FIELD=VALUE,...], again for another; names: {', '.join(NAMES)} ({', '.join(DEFAULT_POLICIES)})",
+        help=f"[LABEL=]NAME[:FIELD=VALUE,...], again for another; names: {', '.join(NAMES)}; fields are SparseConfig's, "
+        f"token_budget is budget for short default {', '.join(DEFAULT_POLICIES)}",
     )
     run = parser.add_argument_group("how it runs")
     run.add_argument("--device", default="auto", help="auto (a GPU if there is one), cpu, cuda, cuda:1, ...")
@@ -81,7 +83,7 @@ def _check(args: argparse.Namespace, specs: list[Spec]) -> None:
     for spec in specs:
         spec.policy()  # refuses what it can't do
     own = [args.fact, args.question, args.answer]
-    if any(text is not None for text in own) and not all(own):
+    if any(text is not None for text in own) and not all(text and text.strip() for text in own):
         raise ValueError("--fact, --question and --answer belong together")
     if args.longbench is None and (args.datasets or args.limit):
         raise ValueError("--datasets and --limit are of --longbench")
@@ -120,8 +122,12 @@ def _measure(args: argparse.Namespace, specs: list[Spec]) -> None:
     if most is not None and longest > most:
         raise ValueError(f"--contexts: the longest prompt has {longest} tokens, the model reads at most {most}")
     path = args.out / "rows.jsonl"
+    rounds = _rounds(args, loaded, paragraphs)
+    if rounds:
+        print(f"eval: {rounds}", file=sys.stderr)
     rows = grid.measure_grid(loaded.model, tasks, specs, path=path, prefill_chunk=args.prefill_chunk)
     about = {
+        **({"text": rounds} if rounds else {}),
         "model": f"{loaded.name}, {str(dtype).removeprefix('torch.')} on {device.type}",
         "torch": torch.__version__,
         "command": "python -m tsattn " + shlex.join(sys.argv[1:]),
@@ -129,6 +135,19 @@ def _measure(args: argparse.Namespace, specs: list[Spec]) -> None:
     written = report.write(rows, args.out, about)
     print(report.markdown(rows, about))
     print(f"Written: {', '.join(map(str, [path, *written]))}")
+
+
+def _rounds(args: argparse.Namespace, loaded: Any, paragraphs: list[str]) -> str:
+    """What is to be said of a text that is shorter than what is made of it; nothing if it isn't."""
+    if not paragraphs:
+        return ""
+    longest = max(args.contexts) + (args.continued if "text" in args.tasks else 0)
+    held = 0
+    for paragraph in paragraphs:
+        held += len(loaded.encode(paragraph + "\n\n"))
+        if held >= longest:
+            return ""
+    return f"its {held:,} tokens go round until there are {longest:,}: what comes again is easy to continue, and its KL small"
 
 
 def _paragraphs(file: Path | None, column: str) -> tuple[list[str], str]:
@@ -155,7 +174,7 @@ def tasks_of(args: argparse.Namespace, loaded: Any, paragraphs: list[str], text_
     from tsattn.evaluation.haystack import running_text
     from tsattn.evaluation.tasks import TaskMaker
 
-    own = needles.Facts(args.fact, [], args.question, args.answer) if args.fact else None
+    own = needles.Facts(args.fact, [], args.question, args.answer.strip()) if args.fact else None
     tasks: list[Any] = []
     for context in dict.fromkeys(args.contexts):
         for seed in args.seeds:

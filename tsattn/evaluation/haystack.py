@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import importlib.util
 import json
 import random
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,10 +132,12 @@ def read_text(path: Path, option: str = "--prompt-file") -> str:
         If it can't be read as UTF-8 or is empty; names the option and the file.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = (gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()).decode("utf-8")
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         reason = (
-            error.strerror if isinstance(error, OSError) else f"it is not UTF-8 text ({error.reason} at byte {error.start})"
+            f"it is not UTF-8 text ({error.reason} at byte {error.start})"
+            if isinstance(error, UnicodeDecodeError)
+            else getattr(error, "strerror", None) or str(error)
         )
         raise ValueError(f"{option} {path}: {reason}") from error
     if not text.strip():
@@ -144,7 +148,7 @@ def read_text(path: Path, option: str = "--prompt-file") -> str:
 def read_documents(path: Path, option: str, column: str) -> list[str]:
     """The texts of a file: plain text is one, JSON lines and Parquet have one per row, in a column.
 
-    That is how PG19, WikiText-103 and C4 come.
+    That is how PG19, WikiText-103 and C4 come. Text and JSON lines may be compressed by gzip (``.gz``).
 
     Raises
     ------
@@ -153,7 +157,7 @@ def read_documents(path: Path, option: str, column: str) -> list[str]:
     """
     if path.suffix == ".parquet":
         found = _parquet(path, option, column)
-    elif path.suffix in (".jsonl", ".json"):
+    elif (path.with_suffix("") if path.suffix == ".gz" else path).suffix in (".jsonl", ".json"):
         found = [_column(line, number, path, option, column) for number, line in numbered(read_text(path, option))]
     else:
         return [read_text(path, option)]

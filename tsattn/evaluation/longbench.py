@@ -78,9 +78,12 @@ def read_json(path: Path) -> Any:
         Naming the file and where it comes from.
     """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} can't be read ({error}); LongBench's own folder `config` has it") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} must hold an object with the datasets' names, got {type(found).__name__}")
+    return found
 
 
 def records(path: Path, limit: int | None) -> Iterator[dict[str, Any]]:
@@ -107,6 +110,9 @@ def records(path: Path, limit: int | None) -> Iterator[dict[str, Any]]:
             raise ValueError(
                 f"{path}, line {number} must have text in input and context, and a list in answers: see {', '.join(wrong)}"
             )
+        for name in ("answers", "all_classes"):
+            if not all(isinstance(each, str) for each in record.get(name) or []):
+                raise ValueError(f"{path}, line {number} must have text only in {name}, got {record[name]!r}")
         yield record
 
 
@@ -161,6 +167,8 @@ def tasks(loaded: Any, folder: Path, datasets: Sequence[str], *, context: int, l
     for name in datasets:
         if name not in templates or name not in lengths:
             raise ValueError(f"{folder / _PROMPTS} and {folder / _LENGTHS} must name {name!r}")
+        if not isinstance(lengths[name], int) or lengths[name] < 1:
+            raise ValueError(f"{folder / _LENGTHS} must have a number of tokens for {name!r}, got {lengths[name]!r}")
         before, place, after = str(templates[name]).partition("{context}")
         if not place:
             raise ValueError(f"{folder / _PROMPTS}: the template of {name!r} has no {{context}}")

@@ -10,6 +10,8 @@ from typing import Any
 from tsattn.evaluation.grid import DENSE
 from tsattn.evaluation.tasks import Row
 
+_FEW_POINTS = 14
+"""That a picture has room to name."""
 RETRIEVAL, TEXT, LONGBENCH = "retrieval", "text", "longbench"
 
 
@@ -48,19 +50,34 @@ def _table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 
 
 def retrieval_table(rows: Sequence[Row]) -> str:
-    """Right answers of those that dense attention gives, by kind and context, with bytes and attention mass."""
-    asked = answered(of_task(rows, RETRIEVAL))
-    grids = sorted({(row["task"]["kind"], row["task"]["context"]) for row in asked}, key=lambda grid: (grid[1], grid[0]))
-    head = ["policy", *(f"{kind}, {context:,}" for kind, context in grids), "bytes", "mass", "NLL of the answer"]
+    """Right answers by kind and context: dense attention's of all, other policies' of those that it gives.
+
+    Bytes, attention mass and NLL are means over the questions that dense attention answers, if there is one; the share of
+    right tokens is one over all questions.
+    """
+    everything = of_task(rows, RETRIEVAL)
+    asked = answered(everything)
+    grids = sorted({(row["task"]["kind"], row["task"]["context"]) for row in everything}, key=lambda grid: (grid[1], grid[0]))
+    head = [
+        "policy",
+        *(f"{kind}, {context:,}" for kind, context in grids),
+        "bytes",
+        "mass",
+        "NLL of the answer",
+        "right tokens",
+    ]
     lines = []
-    for label in policies(asked):
+    for label in policies(everything):
+        all_mine = [row for row in everything if row["policy"] == label]
         mine = [row for row in asked if row["policy"] == label]
         cells = [label]
         for grid in grids:
-            here = [row["right"] for row in mine if (row["task"]["kind"], row["task"]["context"]) == grid]
-            cells.append(f"{sum(here)}/{len(here)}" if here else "")
+            among = all_mine if label == DENSE else mine
+            here = [row["right"] for row in among if (row["task"]["kind"], row["task"]["context"]) == grid]
+            cells.append(f"{sum(here)}/{len(here)}")
         shown = (("bytes_share", ".1%"), ("mass", ".1%"), ("nll", ".2f"))
-        lines.append([*cells, *(_cell(mean_of(mine, name), form) for name, form in shown)])
+        cells += [_cell(mean_of(mine or all_mine, name), form) for name, form in shown]
+        lines.append([*cells, _cell(mean_of(all_mine, "tokens_right"), ".0%")])
     return _table(head, lines)
 
 
@@ -101,14 +118,15 @@ def markdown(rows: Sequence[Row], about: Row) -> str:
     if of_task(rows, RETRIEVAL):
         parts += [
             "## Hidden facts\n",
-            "Right answers of those that dense attention gives. Bytes: keys, values and statistics read per step, as a share",
-            "of what dense attention reads, of a 16-bit cache. Mass: of dense attention, on what was read.\n",
+            "Right answers: dense attention's of all questions, other policies' of those that it answers. Bytes: keys,",
+            "values and statistics read per step, as a share of what dense attention reads, of a 16-bit cache. Mass: of dense",
+            "attention, on what was read. Right tokens: of all answers, whole or not.\n",
             retrieval_table(rows),
             "",
         ]
         if not answered(of_task(rows, RETRIEVAL)):
             asked = len({str(row["task"]) for row in of_task(rows, RETRIEVAL)})
-            parts += [f"Dense attention answers none of {asked} questions, so there is nothing to compare.", ""]
+            parts += [f"Dense attention answers none of {asked} questions whole: only right tokens can be compared.", ""]
     if of_task(rows, TEXT):
         parts += ["## Continued texts\n", "KL divergence of the next-token distribution from dense attention's, in nats.\n"]
         parts += [text_table(rows), ""]
@@ -156,7 +174,8 @@ def heat_map(rows: Sequence[Row], path: Path) -> None:
 def frontier(rows: Sequence[Row], path: Path, *, mark: Sequence[str] = ()) -> None:
     """Bytes read against KL and against wrong answers, a point for each policy.
 
-    Those that no other beats in both are named and joined by a line; those in `mark` stand out.
+    Those that no other beats in both are joined by a line and blue; these are named, and all where there are few of them; those
+    in `mark` stand out.
     """
     import matplotlib.pyplot as plt
     from matplotlib.ticker import PercentFormatter
@@ -179,12 +198,15 @@ def frontier(rows: Sequence[Row], path: Path, *, mark: Sequence[str] = ()) -> No
         for label, (x, y) in points.items():
             chosen, named = label in mark, label in best
             axis.plot(x, y, "*" if chosen else "o", ms=13 if chosen else 5, color="C3" if chosen else "C0" if named else "0.7")
-            if chosen or named:
+            if chosen or named or len(points) <= _FEW_POINTS:
                 axis.annotate(label, (x, y), fontsize=7, xytext=(4, 3), textcoords="offset points")
         axis.set_xscale("log")
         axis.xaxis.set_major_formatter(PercentFormatter(1.0))
         axis.xaxis.set_minor_formatter(PercentFormatter(1.0))
-        axis.set_xlabel("bytes read per step, share of dense attention")
+        contexts = sorted({row["task"]["context"] for row in some})
+        axis.set_xlabel("bytes read per step, share of dense attention (log scale)")
+        axis.set_title(f"context {', '.join(map(_short, contexts))}{', mean' if len(contexts) > 1 else ''}", fontsize=9)
+        axis.margins(x=0.15)
         axis.set_ylabel(title)
         axis.grid(alpha=0.3)
     figure.savefig(path, dpi=150)

@@ -167,11 +167,18 @@ def as_pages(states: Tensor, page_size: int) -> Tensor:
 class ScoredPages:
     """A policy that scores pages its own way: ``scores(step, config) -> [R, H, P]`` fp32, H = HKV, or HQ for lists per head.
 
-    Nothing is counted as read for the scores: such policies are yardsticks, not methods.
+    Attributes
+    ----------
+    config : SparseConfig
+    scores : callable
+    bytes_per_page : float
+        What the scores read of a page, for each KV head, of a 16-bit cache: counted for all pages of rows that don't keep all
+        of them. 0 is a yardstick's, which no method can have for nothing.
     """
 
     config: SparseConfig
     scores: Callable[[Step, SparseConfig], Tensor]
+    bytes_per_page: float
     observes = False
 
     def __post_init__(self) -> None:
@@ -198,4 +205,6 @@ class ScoredPages:
         )
         caches = pages.k_cache, pages.v_cache, pages.page_table
         out = attend_pages(step.q, *caches, step.seq_lens, selection, **step.options)
-        return Attended(out, selection, config.page_size, 0.0)  # type: ignore[arg-type]
+        held = -(-step.seq_lens // config.page_size)
+        scored = float(held[held * config.page_size > config.token_budget].sum()) * step.keys.shape[0]
+        return Attended(out, selection, config.page_size, scored * self.bytes_per_page)  # type: ignore[arg-type]

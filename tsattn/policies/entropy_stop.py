@@ -1,4 +1,4 @@
-"""EntropyStop, as TinyServe names it: a query whose attention is concentrated reads less.
+"""EntropyStop, as TinyServe (arXiv 2509.12211) names it: a query whose attention is concentrated reads less.
 
 The paper gives the threshold, 0.5, and stops decoding early by it, which is an engine's business. Here it gates the budget: the
 entropy of the softmax over a row's page scores (of the best query head, where a list is shared by another rule), over the log

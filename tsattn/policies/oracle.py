@@ -41,9 +41,9 @@ def _true_mass(step: Step, config: SparseConfig) -> Tensor:
 
 def oracle_max(config: SparseConfig) -> ScoredPages:
     """Pages by the largest logit of any query head of the KV head."""
-    return ScoredPages(config, _true_max)
+    return ScoredPages(config, _true_max, 0.0)
 
 
 def oracle_mass(config: SparseConfig) -> ScoredPages:
     """Pages by their attention mass, summed over the query heads of the KV head."""
-    return ScoredPages(config, _true_mass)
+    return ScoredPages(config, _true_mass, 0.0)

@@ -24,4 +24,4 @@ def _scores(step: Step, config: SparseConfig) -> Tensor:
 
 def random_pages(config: SparseConfig) -> ScoredPages:
     """Pages drawn anew for every query and list."""
-    return ScoredPages(config, _scores)
+    return ScoredPages(config, _scores, 0.0)

@@ -1,8 +1,9 @@
-"""SoftPrune, as TinyServe names it: a token goes once the attention it has got falls under a threshold.
+"""SoftPrune, as TinyServe (arXiv 2509.12211) names it: a token goes once the attention it has got falls under a threshold.
 
 The paper gives the threshold, 0.1, and not its unit. Here: the mean weight that a token has got from the queries that could
 see it, summed over the query heads of its KV head, over the mean of that of all tokens that are there. The budget caps what
-is left. Pruned tokens never come back; the newest 64 aren't judged, since few queries have seen them.
+is left. Sets differ in size from one KV head to the next, so no page is freed: what isn't kept isn't read. Pruned tokens never
+come back; the newest 64 aren't judged, since few queries have seen them.
 """
 
 from __future__ import annotations

@@ -67,7 +67,8 @@ def table(rows: list[Row]) -> str:
 
 def spans_of(row: Row) -> list[list[float]]:
     """[start, seconds] of each stretch of a stage."""
-    return row.get("spans", [[row["start"], row["seconds"]]])
+    spans: list[list[float]] = row.get("spans", [[row["start"], row["seconds"]]])
+    return spans
 
 
 def chrome_trace(rows: list[Row]) -> dict[str, Any]:

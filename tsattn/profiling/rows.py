@@ -31,7 +31,7 @@ def rows_of(calls: list[Call]) -> list[Row]:
             spent.setdefault(stage, []).append([seconds_between(first, moment), seconds_between(moment, until)])
         moved = bytes_of(call)
         about = {"step": call.step, "layer": call.layer, "impl": call.impl}
-        parts = [
+        parts: list[Row] = [
             {
                 **about,
                 "stage": stage,
