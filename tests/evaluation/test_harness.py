@@ -56,6 +56,17 @@ def test_likelihoods_are_those_of_the_chunk(loaded, name):
     assert found[0][1] == bool((chunk.log_probs.argmax(-1) == torch.tensor(told)).all())
 
 
+def test_a_policy_may_be_named(loaded):
+    request = [Request(TEXT, " end.")]
+    named, made = (
+        lm(loaded, policy).loglikelihood(request, disable_tqdm=True)
+        for policy in ("tsattn:page_size=4,budget=24,recent=1", POLICIES["tsattn"](CONFIG))
+    )
+    assert named == made != lm(loaded, None).loglikelihood(request, disable_tqdm=True)
+    with pytest.raises(ValueError, match="no policy is called 'quest'"):
+        lm(loaded, "quest")
+
+
 @pytest.mark.parametrize("name", ["h2o", "snapkv", "pyramidkv", "tova", "soft-prune", "knorm", "streaming-llm"])
 def test_nothing_before_is_a_context_too(loaded, name):
     harness = lm(loaded, POLICIES[name](SparseConfig(token_budget=24)))

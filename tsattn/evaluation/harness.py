@@ -20,6 +20,7 @@ from tqdm import tqdm
 from tsattn.evaluation.chunk import score_chunk
 from tsattn.evaluation.generation import stop_tokens, write
 from tsattn.evaluation.reading import Prefiller
+from tsattn.evaluation.specs import parse_spec
 from tsattn.policies import Policy
 
 MOST_TOKENS = 256
@@ -34,14 +35,15 @@ class PolicyLM(TemplateLM):  # type: ignore[misc]
     model : PreTrainedModel
         A decoder, in evaluation mode.
     tokenizer : PreTrainedTokenizer
-    policy : Policy or None
-        See :data:`tsattn.policies.POLICIES`; None is dense attention.
+    policy : Policy, str or None
+        See :data:`tsattn.policies.POLICIES`, or text as ``--policy`` takes it, "snapkv:budget=128"; None is dense attention.
     prefill_chunk : int
         Tokens per forward pass of the prefill.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, policy: Policy | None, *, prefill_chunk: int = 1024) -> None:
+    def __init__(self, model: Any, tokenizer: Any, policy: Policy | str | None, *, prefill_chunk: int = 1024) -> None:
         super().__init__()
+        policy = parse_spec(policy).policy() if isinstance(policy, str) else policy
         self.model, self.tokenizer, self.policy = model, tokenizer, policy
         observe = policy is not None and policy.observes
         self._prefiller = Prefiller(model, prefill_chunk, progress=False, observe=observe)

@@ -195,11 +195,14 @@ def frontier(rows: Sequence[Row], path: Path, *, mark: Sequence[str] = ()) -> No
                 points[label] = x, y
         best = unbeaten(points)
         axis.plot(*zip(*sorted(points[label] for label in best), strict=True), drawstyle="steps-post", color="C0", lw=1)
+        names: dict[tuple[float, float], list[str]] = {}
         for label, (x, y) in points.items():
             chosen, named = label in mark, label in best
             axis.plot(x, y, "*" if chosen else "o", ms=13 if chosen else 5, color="C3" if chosen else "C0" if named else "0.7")
             if chosen or named or len(points) <= _FEW_POINTS:
-                axis.annotate(label, (x, y), fontsize=7, xytext=(4, 3), textcoords="offset points")
+                names.setdefault((x, y), []).append(label)
+        for place, labels in names.items():
+            axis.annotate(", ".join(labels), place, fontsize=7, xytext=(4, 3), textcoords="offset points")
         axis.set_xscale("log")
         axis.xaxis.set_major_formatter(PercentFormatter(1.0))
         axis.xaxis.set_minor_formatter(PercentFormatter(1.0))
