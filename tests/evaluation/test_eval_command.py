@@ -64,6 +64,16 @@ def test_an_interrupted_run_goes_on(command, monkeypatch):
     assert sorted(map(str, redone)) == sorted(map(str, map(json.loads, lines)))
 
 
+def test_an_interruption_says_how_to_go_on(command, monkeypatch, capsys):
+    def interrupt(self, tokens):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(grid.Prefiller, "read", interrupt)
+    status, out = command(*GRID, *POLICIES)
+    assert status == 130
+    assert f"goes on from {out / 'rows.jsonl'}" in capsys.readouterr().err
+
+
 def test_more_policies_need_no_second_measurement_of_the_others(command):
     command(*GRID, *POLICIES[:2])
     _, out = command(*GRID, *POLICIES)
@@ -129,7 +139,7 @@ def test_a_fact_and_a_text_of_ones_own(command, tmp_path, capsys):
         (["--policy", "tsattn", "--policy", "tsattn"], "labels must differ"),
         (["--policy", "tsattn:reselect_every=4"], "reselect_every"),
         (["--policy", "tsattn:dense_layers=0+x"], "dense_layers must be numbers joined by '+', got '0+x'"),
-        (["--policy", "random:top_p=0.5"], "top_p is an option of the query-aware policy"),
+        (["--policy", "random:top_p=0.5"], "--policy random:top_p=0.5: top_p is an option of the query-aware policy"),
         (["--policy", "oracle-max:layer_budgets=1/8"], "layer_budgets is an option of the query-aware policy"),
         (["--contexts", "200", "--policy", "tsattn:dense_layers=0+77"], "dense_layers names [0, 77], but the full-attention"),
         (["--fact", "", "--question", "x"], "belong together"),

@@ -61,11 +61,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure; exit status 0, or 2 when an option is wrong or something is missing."""
+    """Measure; exit status 0, 2 when an option is wrong or something is missing, or 130 when it was interrupted."""
     try:
         specs = [parse_spec(text) for text in args.policy or DEFAULT_POLICIES]
         _check(args, specs)
         _measure(args, specs)
+    except KeyboardInterrupt:
+        print(f"\neval: interrupted; the same command goes on from {args.out / 'rows.jsonl'}", file=sys.stderr)
+        return 130
     except (ModuleNotFoundError, FileNotFoundError, ValueError, TypeError) as error:
         if isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] == "tsattn":
             raise  # a damaged installation of this package, which no extra mends
@@ -81,7 +84,10 @@ def _check(args: argparse.Namespace, specs: list[Spec]) -> None:
     if len(set(labels)) < len(labels) or "dense" in labels:
         raise ValueError(f"--policy: labels must differ, and dense is measured anyway: {', '.join(labels)}")
     for spec in specs:
-        spec.policy()  # refuses what it can't do
+        try:
+            spec.policy()  # refuses what it can't do
+        except ValueError as error:
+            raise ValueError(f"--policy {spec.label}: {error}") from error
     own = [args.fact, args.question, args.answer]
     if any(text is not None for text in own) and not all(text and text.strip() for text in own):
         raise ValueError("--fact, --question and --answer belong together")
@@ -122,6 +128,8 @@ def _measure(args: argparse.Namespace, specs: list[Spec]) -> None:
     if most is not None and longest > most:
         raise ValueError(f"--contexts: the longest prompt has {longest} tokens, the model reads at most {most}")
     path = args.out / "rows.jsonl"
+    if path.exists():
+        print(f"eval: going on with {path}: what it has of these prompts and options is taken as it is", file=sys.stderr)
     rounds = _rounds(args, loaded, paragraphs)
     if rounds:
         print(f"eval: {rounds}", file=sys.stderr)

@@ -164,7 +164,8 @@ def heat_map(rows: Sequence[Row], path: Path) -> None:
         axis.set_title(f"{label}\n{_cell(share, '.1%')} of the bytes", fontsize=9)
     for axis in list(axes.flat)[len(labels) :]:
         axis.set_axis_off()
-    figure.supxlabel("context in tokens")
+    kinds = sorted({row["task"]["kind"] for row in asked})
+    figure.supxlabel(f"context in tokens ({', '.join(kinds)}{': mean' if len(kinds) > 1 else ''})")
     figure.supylabel("depth of the fact")
     figure.colorbar(shades, ax=axes, label="share of right answers")
     figure.savefig(path, dpi=150)

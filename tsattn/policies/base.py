@@ -199,7 +199,7 @@ class ScoredPages:
             self.scores(step, config),
             step.seq_lens,
             page_size=config.page_size,
-            budget=config.token_budget,
+            budget=min(config.token_budget, step.keys.shape[1]),
             sink_pages=config.sink_pages,
             recent_pages=config.recent_pages,
         )

@@ -25,8 +25,8 @@ class Profiler:
     Parameters
     ----------
     attention_every : int
-        Measure mass and entropy of dense attention in every n-th step, from all keys, which costs as much as dense attention
-        (outside of the times); 0 is never.
+        Measure mass and entropy of dense attention in the first and every n-th step after it in which a layer attends, from all
+        keys, which costs as much as dense attention (outside of the times); 0 is never.
 
     Attributes
     ----------
@@ -52,7 +52,7 @@ class Profiler:
     """
 
     def __init__(self, *, attention_every: int = 0) -> None:
-        if not isinstance(attention_every, int) or attention_every < 0:
+        if isinstance(attention_every, bool) or not isinstance(attention_every, int) or attention_every < 0:
             raise ValueError(f"attention_every must be a number of steps, or 0, got {attention_every!r}")
         self.attention_every = attention_every
         self._recorder: Recorder | None = None

@@ -7,6 +7,7 @@ per stage, copies of three small tensors per step and layer, and some attributes
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from operator import itemgetter
@@ -150,6 +151,7 @@ class Recorder:
         self._seen: list[tuple[Any, ...]] = []  # calls to be
         self._calls: list[Call] = []
         self._order = Order()
+        self._attended: Counter[int] = Counter()
         self._told = UNTOLD
         self._is_again = False
         self._now: Callable[[], Any] | None = None
@@ -222,10 +224,12 @@ class Recorder:
         return self._calls
 
     def _observe(self, tensors: Tensors, options: dict[str, Any]) -> None:
-        """Mass and entropy of the last call, if it is of a step that they are asked for."""
+        """Mass and entropy of the last call, if it is of a step that they are asked for; a prefill's steps don't count."""
         call = self.settled()[-1]
-        sees_all = options.get("window") is None
-        if sees_all and call.stage in ("attend", "decode") and call.step % self.attention_every == 0:
+        if call.stage not in ("attend", "decode") or options.get("window") is not None:
+            return
+        self._attended[call.layer] += 1
+        if self._attended[call.layer] % self.attention_every == 1 % self.attention_every:
             call.attention = observed({each: tensors[place] for each, place in _PLACES[call.stage].items()}, options)
 
 
