@@ -46,6 +46,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"[LABEL=]NAME[:FIELD=VALUE,...], again for another; names: {', '.join(NAMES)}; fields are SparseConfig's, "
         f"token_budget is budget for short default {', '.join(DEFAULT_POLICIES)}",
     )
+    what.add_argument(
+        "--equal-bytes",
+        action="store_true",
+        help="choose the budgets of all policies but the first, for each context, so that they read as many bytes as it does",
+    )
     run = parser.add_argument_group("how it runs")
     run.add_argument("--device", default="auto", help="auto (a GPU if there is one), cpu, cuda, cuda:1, ...")
     run.add_argument("--dtype", choices=("auto", *DTYPES), default="auto", help="auto: bfloat16 on a GPU, float32 on a CPU")
@@ -110,7 +115,7 @@ def _check(args: argparse.Namespace, specs: list[Spec]) -> None:
 
 
 def _measure(args: argparse.Namespace, specs: list[Spec]) -> None:
-    from tsattn.evaluation import grid, model, report
+    from tsattn.evaluation import equal, grid, model, report
 
     device, dtype = device_and_dtype(args)
     if args.threads:
@@ -133,8 +138,14 @@ def _measure(args: argparse.Namespace, specs: list[Spec]) -> None:
     rounds = _rounds(args, loaded, paragraphs)
     if rounds:
         print(f"eval: {rounds}", file=sys.stderr)
-    rows = grid.measure_grid(loaded.model, tasks, specs, path=path, prefill_chunk=args.prefill_chunk)
+    rows, budgets = [], []
+    for group in _groups(args, tasks):
+        if args.equal_bytes:
+            specs = equal.equal_bytes(loaded.model, group[0], specs, prefill_chunk=args.prefill_chunk)
+            budgets.append(", ".join(f"{spec.label} {spec.config.token_budget:,}" for spec in specs if spec.name != "full"))
+        rows += grid.measure_grid(loaded.model, group, specs, path=path, prefill_chunk=args.prefill_chunk)
     about = {
+        **({"budgets of equal bytes, by context": "; ".join(budgets)} if budgets else {}),
         **({"text": rounds} if rounds else {}),
         "model": f"{loaded.name}, {str(dtype).removeprefix('torch.')} on {device.type}",
         "torch": torch.__version__,
@@ -143,6 +154,13 @@ def _measure(args: argparse.Namespace, specs: list[Spec]) -> None:
     written = report.write(rows, args.out, about)
     print(report.markdown(rows, about))
     print(f"Written: {', '.join(map(str, [path, *written]))}")
+
+
+def _groups(args: argparse.Namespace, tasks: list[Any]) -> list[list[Any]]:
+    """Tasks whose policies have the same budgets: all, or those of a context."""
+    if not args.equal_bytes or args.longbench is not None:
+        return [tasks]
+    return [[task for task in tasks if task.about["context"] == context] for context in dict.fromkeys(args.contexts)]
 
 
 def _rounds(args: argparse.Namespace, loaded: Any, paragraphs: list[str]) -> str:
