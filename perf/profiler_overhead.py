@@ -13,7 +13,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import shlex
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from itertools import product
@@ -123,7 +125,7 @@ def measure(about: dict[str, Any], step: Callable[[], None], rounds: int, steps:
         "overhead_quartiles": statistics.quantiles(overheads, n=4),
         "control": statistics.median(controls),
         "machine": machine(torch.device("cpu")),
-        "command": "python perf/profiler_overhead.py",
+        "command": f"python {shlex.join(sys.argv)}",
     }
 
 

@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         metavar="SPEC",
         help=f"[LABEL=]NAME[:FIELD=VALUE,...], again for another; names: {', '.join(NAMES)}; fields are SparseConfig's, "
-        f"token_budget is budget for short default {', '.join(DEFAULT_POLICIES)}",
+        f"token_budget is budget for short; default {', '.join(DEFAULT_POLICIES)}",
     )
     what.add_argument(
         "--equal-bytes",
