@@ -43,7 +43,7 @@ SUMMARIES = {
     "box X=0.25": "kind=minmax,box_scale=0.25,dtype=None",
     "box X=0": "kind=minmax,box_scale=0,dtype=None",
 }
-REDUCTIONS = ("max", "mix", "softmax", "none")
+REDUCTIONS = ("max", "mix", "softmax", "root", "none")
 BUDGETS = (128, 256, 512, 768, 1024, 2048)
 PAGE_SIZES = (4, 8, 16, 32, 64)
 RECENT = (1, 2, 4, 8, 16)
@@ -80,10 +80,10 @@ def summaries() -> list[Spec]:
 
 
 def budgets() -> list[Spec]:
-    """Budgets of a few summaries, sharing a list by max and by mix; the paper's setting."""
+    """Budgets of a few summaries, sharing a list by max, mix and root; the paper's setting."""
     found = [
         spec(f"{name}, {reduce}, {budget}", f"{SUMMARIES[name]},reduce={reduce},budget={budget}")
-        for name, reduce, budget in product(FEW[:3], ("max", "mix"), BUDGETS)
+        for name, reduce, budget in product(FEW[:3], ("max", "mix", "root"), BUDGETS)
     ]
     return [*found, *(spec(f"paper, {budget}", f"budget={budget}", "paper") for budget in BUDGETS)]
 
@@ -123,9 +123,11 @@ def defaults() -> list[Spec]:
     options = {
         "mean int8, max, 1024": "parts=1,budget=1024,reduce=max",
         "mean int8, mix, 1024": "parts=1,budget=1024,reduce=mix",
+        "mean int8, root, 1024": "parts=1,budget=1024,reduce=root",
         "halves int8, max, 768": "parts=2,budget=768,reduce=max",
         "halves int8, mix, 768": "parts=2,budget=768,reduce=mix",
         "halves int8, softmax, 768": "parts=2,budget=768,reduce=softmax",
+        "halves int8, root, 768": "parts=2,budget=768,reduce=root",
         "quarters int8, max, 304": "parts=4,budget=304,reduce=max",
         "quarters int8, mix, 304": "parts=4,budget=304,reduce=mix",
         "halves int8, 128 refined, max, 768": "parts=2,budget=768,refine_pages=128,reduce=max",
@@ -169,6 +171,7 @@ def proof() -> list[Spec]:
     halves = SUMMARIES["halves int8"]
     found = [spec(f"halves int8, max, {budget}", f"{halves},reduce=max,budget={budget}") for budget in (512, 640, 768)]
     found += [spec(f"halves int8, mix, {budget}", f"{halves},budget={budget},reduce=mix") for budget in (768, 832)]
+    found.append(spec("halves int8, root, 832", f"{halves},reduce=root,budget=832"))
     return [*found, spec("paper, 768", "budget=768", "paper"), spec("oracle max, 768", "budget=768,reduce=max", "oracle-max")]
 
 
@@ -183,10 +186,10 @@ def proof_tasks(loaded: Any, paragraphs: list[str]) -> list[Task]:
 
 
 def twelfth() -> list[Spec]:
-    """What a twelfth of the bytes at 16K buys: one mean or halves, shared by max, mix and softmax; 640 tokens beside them."""
+    """What a twelfth of the bytes at 16K buys: one mean or halves, shared in four ways; 640 tokens beside them."""
     found = [
         spec(f"{name}, {reduce}, {budget}", f"{SUMMARIES[name]},reduce={reduce},budget={budget}")
-        for (name, budget), reduce in product((("mean int8", 1088), ("halves int8", 832)), ("max", "mix", "softmax"))
+        for (name, budget), reduce in product((("mean int8", 1088), ("halves int8", 832)), ("max", "mix", "softmax", "root"))
     ]
     found.append(spec("halves int8, max, 640", f"{SUMMARIES['halves int8']},reduce=max,budget=640"))
     return [*found, spec("oracle max, 1344", "budget=1344,reduce=max", "oracle-max")]
@@ -202,6 +205,26 @@ def twelfth_tasks(loaded: Any, paragraphs: list[str]) -> list[Task]:
     return tasks + [maker(loaded, paragraphs, 8192, seed).continuation(96) for seed in (50, 51)]
 
 
+def fresh() -> list[Spec]:
+    """Two ways to share a list, on texts that were measured after both were chosen; two yardsticks."""
+    halves = SUMMARIES["halves int8"]
+    found = [spec(f"halves int8, {reduce}, 832", f"{halves},reduce={reduce},budget=832") for reduce in ("mix", "root")]
+    return [*found, spec("paper, 768", "budget=768", "paper"), spec("oracle max, 832", "budget=832,reduce=max", "oracle-max")]
+
+
+def fresh_tasks(loaded: Any, paragraphs: list[str]) -> list[Task]:
+    """Standard pass keys in new texts: two at 4K and 8K, one at 16K, eight depths each; hard ones, continuations at 8K."""
+    tasks: list[Task] = []
+    for context, seeds in ((4096, (60, 61)), (8192, (62, 63)), (16384, (64,))):
+        for seed, (i, depth) in product(seeds, enumerate(needles.depths(8))):
+            make = maker(loaded, paragraphs, context, seed)
+            tasks.append(make.retrieval(needles.pass_key("standard", seed + i), "standard", depth))
+    make = maker(loaded, paragraphs, 8192, 65)
+    for kind, depth in product(needles.HARD, needles.depths(4)):
+        tasks.append(make.retrieval(needles.pass_key(kind, 65), kind, depth))
+    return [*tasks, *(maker(loaded, paragraphs, 8192, seed).continuation(96) for seed in (60, 61))]
+
+
 POLICIES: dict[str, Callable[[], list[Spec]]] = {
     "summaries": summaries,
     "budgets": budgets,
@@ -212,6 +235,7 @@ POLICIES: dict[str, Callable[[], list[Spec]]] = {
     "proof": proof,
     "defaults": defaults,
     "twelfth": twelfth,
+    "fresh": fresh,
 }
 
 
@@ -238,9 +262,8 @@ def usual_tasks(loaded: Any, paragraphs: list[str]) -> list[Task]:
 def sweep(name: str, loaded: Any, paragraphs: list[str], out: Path) -> None:
     """Measure one of the sweeps and write its report."""
     folder = out / name
-    tasks = {"defaults": default_tasks, "proof": proof_tasks, "twelfth": twelfth_tasks}.get(name, usual_tasks)(
-        loaded, paragraphs
-    )
+    own = {"defaults": default_tasks, "proof": proof_tasks, "twelfth": twelfth_tasks, "fresh": fresh_tasks}
+    tasks = own.get(name, usual_tasks)(loaded, paragraphs)
     specs, metric = POLICIES[name](), None
     if name != "options" and any(one.config.kind == "centroids" for one in specs):
         metric = query_variance(loaded.model, torch.tensor(tasks[0].context[:METRIC_TOKENS]))
@@ -249,12 +272,14 @@ def sweep(name: str, loaded: Any, paragraphs: list[str], out: Path) -> None:
 
 
 def equal_bytes(context: int) -> list[Spec]:
-    """The defaults; oracle and random with as many bytes; the paper's setting with the same budget, and with half of it."""
+    """The defaults, and their lists shared by mix; oracle and random with as many bytes; the paper's setting with the same
+    budget, and with half of it."""
     config = SparseConfig()
     layer = layer_of(config, 4, 1, 256)
     tokens = config.token_budget + round(sum(layer.statistics(layer.pages(context)).values()) / layer.token)
     return [
         spec("tsattn", ""),
+        spec("tsattn, mix", "reduce=mix"),
         spec("paper", f"budget={config.token_budget}", "paper"),
         spec("paper, half the budget", f"budget={config.token_budget // 2}", "paper"),
         spec("random, equal bytes", f"budget={tokens},reduce=max", "random"),

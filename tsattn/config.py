@@ -9,14 +9,13 @@ from typing import Any, SupportsIndex
 
 import torch
 
-from tsattn.summaries import GROUP_REDUCTIONS, STATS_DTYPES, SUMMARIES, check_page_size, num_vectors
+from tsattn.summaries import GROUP_REDUCTIONS, STATS_DTYPES, SUMMARIES, WHOLE_ROWS, check_page_size, num_vectors
 
 PLANS = ("auto", "separate", "two", "ticket", "row")
-NOT_LOGITS = ("softmax", "mix")
-"""Group reductions whose scores are shares, or places in an order."""
+FEW_PAGES = 32
+"""Lists shorter than this are shared by "mix" where nothing is written: "root" may lose a page that one query head wants."""
 
-
-_UNWRITTEN = {word: bytes(word, "ascii").decode() for word in ("mix", "max")}
+_UNWRITTEN = {word: bytes(word, "ascii").decode() for word in ("root", "mix", "max")}
 """Values of ``group_reduce`` that nobody wrote. They are equal to the written words and told from them by identity, so that a
 copy with other fields (``dataclasses.replace``) chooses anew; to all others they are plain strings."""
 
@@ -46,10 +45,10 @@ class SparseConfig:
     box_scale : float
         X of ``kind="minmax"``: half the width of the box of a page's keys counts X times. 1 is the upper bound of Quest and
         TinyServe; a smaller X bounds nothing.
-    group_reduce : {"mix", "max", "sum", "softmax", "none"}
+    group_reduce : {"root", "mix", "softmax", "max", "sum", "none"}
         How the query heads of one KV head share a list of pages, see :func:`tsattn.score_pages`; ``"none"`` selects per query
-        head. Where it isn't given it is "mix", but "max" with what can't rank whole rows of scores (``top_p``
-        below 1, ``refine_pages``, a fused ``plan``) and for kind "minmax", whose "max" is a bound.
+        head. Where it isn't given it is "root", with lists of fewer than 32 pages "mix", but "max" with what can't rank whole
+        rows of scores (``top_p`` below 1, ``refine_pages``, a fused ``plan``) and for kind "minmax", whose "max" is a bound.
     stats_dtype : torch.dtype or None
         Storage of the page statistics; None is the dtype of the keys. ``torch.int8`` keeps codes with one fp32 scale per
         vector.
@@ -72,12 +71,12 @@ class SparseConfig:
     top_p : float, optional
         Keep the smallest set of best pages whose estimated share of the attention mass reaches ``top_p``, as
         :func:`tsattn.select_pages` does, at most ``token_budget`` and never without the forced pages. 1 is no limit. Scores
-        must be logits, so not with ``group_reduce`` "softmax" or "mix". Only the plan "separate" can do it.
+        must be logits, so not with ``group_reduce`` "softmax", "root" or "mix". Only the plan "separate" can do it.
     refine_pages : int, optional
         Score on two levels: all pages by a coarse summary, one int8 mean per page and KV head, then the best ``refine_pages``
         of them, forced pages included, by ``kind``; the list is chosen among those. At least as many as a list holds. Needs
-        ``coarse_stats`` beside the statistics. Not with ``group_reduce`` "softmax" or "mix", nor with ``reselect_every``; only
-        the plan "separate" can do it.
+        ``coarse_stats`` beside the statistics. Not with ``group_reduce`` "softmax", "root" or "mix", nor with
+        ``reselect_every``; only the plan "separate" can do it.
 
     Raises
     ------
@@ -107,7 +106,7 @@ class SparseConfig:
     kind: str = "means"
     parts: int = 2
     box_scale: float = 1.0
-    group_reduce: str = _UNWRITTEN["mix"]
+    group_reduce: str = _UNWRITTEN["root"]
     stats_dtype: torch.dtype | None = torch.int8
     min_seq_len: int = 0
     dense_layers: tuple[int, ...] = ()
@@ -133,7 +132,8 @@ class SparseConfig:
             if getattr(self, name) not in allowed:
                 raise ValueError(f"SparseConfig.{name} must be one of {allowed}, got {getattr(self, name)!r}")
         if not self._wrote_reduction:
-            object.__setattr__(self, "group_reduce", _UNWRITTEN["max" if self._ranks_page_by_page() else "mix"])
+            few = "mix" if self.pages_kept < FEW_PAGES else "root"
+            object.__setattr__(self, "group_reduce", _UNWRITTEN["max" if self._ranks_page_by_page() else few])
         num_vectors(self.kind, self.parts)
         check_page_size(self.kind, self.page_size)
         if isinstance(self.box_scale, bool) or not isinstance(self.box_scale, int | float):
@@ -153,10 +153,10 @@ class SparseConfig:
 
     @property
     def _wrote_reduction(self) -> bool:
-        return self.group_reduce is not _UNWRITTEN["mix"] and self.group_reduce is not _UNWRITTEN["max"]
+        return not any(self.group_reduce is word for word in _UNWRITTEN.values())
 
     def _ranks_page_by_page(self) -> bool:
-        """Whether "mix", which compares places in whole rows, can't serve or would lose a bound."""
+        """Whether whole rows of scores can't be ranked, or would lose a bound."""
         return (
             self.kind == "minmax"
             or self.mass is not None
@@ -189,7 +189,7 @@ class SparseConfig:
             raise TypeError(f"SparseConfig.top_p must be a float, got {self.top_p!r}")
         if not 0.0 < self.top_p <= 1.0:
             raise ValueError(f"SparseConfig.top_p must be in (0, 1], got {self.top_p!r}")
-        if self.group_reduce in NOT_LOGITS and (self.mass is not None or self._wrote_reduction):
+        if self.group_reduce in WHOLE_ROWS and (self.mass is not None or self._wrote_reduction):
             raise ValueError(
                 f"SparseConfig.top_p adds up exp(score), but the scores of group_reduce={self.group_reduce!r} are no logits"
             )
@@ -205,7 +205,7 @@ class SparseConfig:
                 f"SparseConfig.refine_pages must be at least the {-(-tokens // self.page_size)} pages that a list may hold, "
                 f"got {self.refine_pages}"
             )
-        if self.group_reduce in NOT_LOGITS:
+        if self.group_reduce in WHOLE_ROWS:
             raise ValueError(
                 f"SparseConfig.refine_pages can't rank by group_reduce={self.group_reduce!r}, which needs all pages"
             )

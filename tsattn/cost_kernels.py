@@ -22,8 +22,8 @@ from tsattn.cost import Cost, Layer, cdiv
 
 F32 = 4
 I32 = 4
-WHOLE_ROWS = ("softmax", "mix")
-"""Group reductions that look at whole rows of scores."""
+WHOLE_ROWS = ("softmax", "root", "mix")
+"""Group reductions that look at whole rows of scores; :data:`tsattn.summaries.WHOLE_ROWS`, which this model can't import."""
 
 
 def total(costs: Iterable[Cost]) -> Cost:
@@ -85,8 +85,8 @@ def score(
     Parameters
     ----------
     reduce : str
-        As ``group_reduce``. The scores of the query heads, which "softmax" and "mix" join in further launches, are called
-        "per_head".
+        As ``group_reduce``. The scores of the query heads, which "softmax", "root" and "mix" join in further launches, are
+        called "per_head".
     boxes : bool
         A box scale per head.
     plan : str

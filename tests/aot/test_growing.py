@@ -84,7 +84,8 @@ EXPECTED = {
     "row": {"_row_kernel"},
 }
 ALWAYS = {"_append_kernel", "_attend_kernel", "_merge_splits_kernel"}
-GROUP = {"_page_lse_kernel", "_group_softmax_kernel", "_mix_kernel", "_mix_leaders_kernel"}
+SHARES = {"_page_lse_kernel", "_group_softmax_kernel"}
+GROUP = {"max": set(), "root": SHARES, "mix": SHARES | {"_mix_kernel", "_mix_leaders_kernel"}}
 
 
 def compilations(plan, reduce, integer, stats, kind):
@@ -99,6 +100,7 @@ def compilations(plan, reduce, integer, stats, kind):
 STEPS_OF = [
     *((plan, "max", "int32", "bfloat16", "means") for plan in PLANS),
     ("separate", "mix", "int64", "int8", "means"),
+    ("separate", "root", "int32", "int8", "means"),
     ("two", "max", "int32", "int8", "means"),
     ("two", "max", "int32", "bfloat16", "centroids"),
 ]
@@ -110,4 +112,4 @@ def test_a_thousand_growing_steps_compile_every_kernel_once(plan, reduce, intege
     # "mix" selects twice in long rows: the leading pages of both orders, and the list, with its physical pages.
     twice = {name for name in found if name.startswith("_select_") and name != "_select_heap_kernel" and reduce == "mix"}
     assert found == {name: 1 + (name in twice) for name in found}
-    assert set(found) == EXPECTED[plan] | ALWAYS | (GROUP if reduce == "mix" else set())
+    assert set(found) == EXPECTED[plan] | ALWAYS | GROUP[reduce]

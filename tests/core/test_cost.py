@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from perf import workloads
-from tsattn import cost_append, cost_attend, cost_kernels, cost_plans
+from tsattn import cost_append, cost_attend, cost_kernels, cost_plans, summaries
 from tsattn.cost import Cost, Layer, Roofline, dense_floor, ideal_speedup, kept_pages, kept_tokens, roofline, sparse_floor
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -170,7 +170,8 @@ def test_splits_of_a_fused_plan_by_hand():
 def test_plans_that_there_are_not():
     with pytest.raises(ValueError, match="plan must be one of"):
         cost_plans.decode("auto", LLAMA, [100], 7, 64)
-    for reduce, plan in product(("softmax", "mix"), ("two", "ticket", "row")):
+    assert cost_kernels.WHOLE_ROWS == summaries.WHOLE_ROWS
+    for reduce, plan in product(summaries.WHOLE_ROWS, ("two", "ticket", "row")):
         with pytest.raises(ValueError, match="whole rows"):
             cost_plans.decode(plan, LLAMA, [100], 7, 64, reduce=reduce)
 

@@ -1,13 +1,11 @@
 """impl="torch" against the reference over all shapes, dtypes and layouts: pairs of options instead of the full product."""
 
-import itertools
-
 import pytest
 import torch
 
 import tsattn
 from tsattn.testing import LAYOUTS, assert_attention, assert_close, assert_same_bits, make_case, make_pool
-from tsattn.testing.tolerance import plain_attention
+from tsattn.testing.tolerance import assert_attention_of_lists, plain_attention
 
 from .oracles import pairwise, poisoned_statistics, selected, stored_statistics
 
@@ -16,7 +14,7 @@ DIMS = (64, 80, 96, 128, 192, 256, 40, 72, 112, 160)
 PAGE_SIZES = (1, 4, 8, 12, 16, 32, 64, 128)
 DTYPES = ("fp32", "fp16", "bf16", "int8", "fp8", "fp16+fp8", "bf16+int8", "fp32+bf16stats", "bf16+int8stats")
 SUMMARIES = (("minmax", 2), ("means", 1), ("means", 2), ("means", 4), ("means", 8), ("meanvar", 2))
-REDUCTIONS = ("max", "sum", "softmax", "mix", "none")
+REDUCTIONS = ("max", "sum", "softmax", "root", "mix", "none")
 TORCH_DTYPES = {
     "fp32": torch.float32,
     "fp16": torch.float16,
@@ -148,14 +146,13 @@ def assert_attends_rightly(case, selection):
     else:
         out, lse = tsattn.attend_pages(*arguments, selection, **options)
     lists = case.k_cache.shape[2] if selection is None else selection.page_ids.shape[1]
-    heads_per_list = case.q.shape[1] // lists
-    for r, hl in itertools.product(range(len(case.seq_lens)), range(lists)):
-        length = int(case.seq_lens[r])
-        pages = range(-(-length // case.page_size)) if selection is None else selected(selection, r, hl)
-        positions = [p for n in pages for p in range(n * case.page_size, min((n + 1) * case.page_size, length))]
-        keys, values = case.tokens(r, hl * case.k_cache.shape[2] // lists, positions)
-        heads = slice(hl * heads_per_list, (hl + 1) * heads_per_list)
-        assert_attention(out[r, heads], lse[r, heads], case.q[r, heads], keys, values, what=f"row {r}, list {hl}")
+    for r, length in enumerate(case.seq_lens.tolist()):
+        tokens = []
+        for hl in range(lists):
+            pages = range(-(-length // case.page_size)) if selection is None else selected(selection, r, hl)
+            positions = [p for n in pages for p in range(n * case.page_size, min((n + 1) * case.page_size, length))]
+            tokens.append(case.tokens(r, hl * case.k_cache.shape[2] // lists, positions))
+        assert_attention_of_lists(out[r], lse[r], case.q[r], tokens, what=f"row {r}")
 
 
 def test_every_shape_of_the_contract_is_among_the_combinations():

@@ -26,6 +26,7 @@ CONFIGS = {
     "by layer": SparseConfig(layer_budgets={1: 16}, **SMALL),
     "mix": SparseConfig(group_reduce="mix", **SMALL),
     "softmax": SparseConfig(group_reduce="softmax", **SMALL),
+    "root": SparseConfig(group_reduce="root", **SMALL),
     "per query head": SparseConfig.paper(page_size=4, token_budget=32),
     "covering": SparseConfig(page_size=4, token_budget=256),
     "short rows": SparseConfig(min_seq_len=CONTEXT + 6, **SMALL),

@@ -141,7 +141,7 @@ SHAPES = [
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("reduce", ["max", "sum", "none", "softmax", "mix"])
+@pytest.mark.parametrize("reduce", ["max", "sum", "none", "softmax", "root", "mix"])
 def test_scores_are_those_of_the_reference_in_fp64(shape, reduce):
     case = make_case([100, 0, 1, 33], kind="centroids", **shape)
     exact = replace(case, q=case.q.double())

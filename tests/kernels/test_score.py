@@ -98,7 +98,15 @@ def test_box_scale_may_differ_by_head_and_have_a_stride():
 
 
 @pytest.mark.parametrize(
-    "kind, reduce", [("minmax", "max"), ("means", "sum"), ("meanvar", "softmax"), ("means", "mix"), ("minmax", "none")]
+    "kind, reduce",
+    [
+        ("minmax", "max"),
+        ("means", "sum"),
+        ("meanvar", "softmax"),
+        ("means", "root"),
+        ("means", "mix"),
+        ("minmax", "none"),
+    ],
 )
 def test_page_with_a_non_finite_statistic_is_unbounded(kind, reduce):
     case = make_case((16 * 8, 16 * 8), group=2, kind=kind)
@@ -123,7 +131,9 @@ def test_pages_of_keys_at_minus_infinity_rank_last_but_count():
     assert_scores_agree(case)
 
 
-@pytest.mark.parametrize("reduce, kind", [("max", "means"), ("softmax", "minmax"), ("mix", "meanvar"), ("none", "means")])
+@pytest.mark.parametrize(
+    "reduce, kind", [("max", "means"), ("softmax", "minmax"), ("root", "means"), ("mix", "meanvar"), ("none", "means")]
+)
 def test_tiles_of_pages_do_not_show(reduce, kind):
     """Rows end before, inside and after a tile."""
     case = make_case((16 * 40 + 3, 16 * 16, 5, 0), group=3, kind=kind)

@@ -101,7 +101,15 @@ def test_box_scale_may_differ_by_head():
 
 
 @pytest.mark.parametrize(
-    "kind, reduce", [("minmax", "max"), ("means", "sum"), ("meanvar", "softmax"), ("means", "mix"), ("minmax", "none")]
+    "kind, reduce",
+    [
+        ("minmax", "max"),
+        ("means", "sum"),
+        ("meanvar", "softmax"),
+        ("means", "root"),
+        ("means", "mix"),
+        ("minmax", "none"),
+    ],
 )
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_page_with_a_scale_that_is_not_finite_is_unbounded(kind, reduce, value):
@@ -129,7 +137,9 @@ def test_empty_sub_pages_do_not_count():
     assert_same_bits(ours(case, scales), clean)
 
 
-@pytest.mark.parametrize("reduce, kind", [("max", "means"), ("softmax", "minmax"), ("mix", "meanvar"), ("none", "means")])
+@pytest.mark.parametrize(
+    "reduce, kind", [("max", "means"), ("softmax", "minmax"), ("root", "means"), ("mix", "meanvar"), ("none", "means")]
+)
 def test_tiles_of_pages_do_not_show(reduce, kind):
     case, scales = int8_case((16 * 40 + 3, 16 * 16, 5, 0), group=3, kind=kind)
     whole = ours(case, scales, reduce=reduce)

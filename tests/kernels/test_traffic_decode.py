@@ -8,6 +8,7 @@ import torch
 import tsattn
 from tsattn import cost, cost_plans
 from tsattn.config import PLANS
+from tsattn.summaries import WHOLE_ROWS
 from tsattn.testing.traffic import Count, Traffic
 from tsattn.tuning import space
 
@@ -39,11 +40,11 @@ CASES = [
     ({"dtype": BF16, "kv_dtype": FP8, "dim": 128, "heads_kv": 1, "layout": "packed"}, {"sink_pages": 3}),
     ({"dtype": FP16, "dim": 64, "page_size": 1, "heads_kv": 1}, {"token_budget": 40}),
     ({"dtype": BF16, "dim": 64, "group": 2, "kind": "meanvar"}, {"group_reduce": "softmax"}),
+    ({"dtype": BF16, "dim": 64, "group": 2}, {"group_reduce": "root"}),
     ({"dtype": BF16, "dim": 72, "group": 2, "page_size": 12}, {"group_reduce": "mix"}),
     ({"dtype": BF16, "dim": 64, "heads_kv": 1}, {"token_budget": 4096}),
 ]
 RESULTS = ("out", "lse", "page_ids", "page_counts")
-WHOLE_ROWS = ("softmax", "mix")
 STEPS = [(c, p) for c in CASES for p in EVERY_PLAN if p == "separate" or c[1].get("group_reduce") not in WHOLE_ROWS]
 FUSED = [plan for plan in EVERY_PLAN if plan != "separate"]
 
@@ -84,7 +85,7 @@ def model(case, config, **options):
     if config.group_reduce not in WHOLE_ROWS:
         return expected
     names = {"per_head": "scores", "head_lse": "lse of heads"} | (
-        {"scores": "shares"} if config.group_reduce == "softmax" else {}
+        {"scores": "shares"} if config.group_reduce in ("softmax", "root") else {}
     )
     renamed = cost.Cost()
     for field in ("read", "written"):

@@ -8,6 +8,7 @@ import torch
 from tests.kernels.decode_step import decode
 from tests.kernels.int8_statistics import quantised
 from tsattn import cost, cost_append, cost_kernels, cost_plans, kernels
+from tsattn.summaries import WHOLE_ROWS
 from tsattn.testing import make_pool
 from tsattn.testing.traffic import Traffic
 from tsattn.tuning import space
@@ -41,6 +42,7 @@ CASES = [
     ("sum", {"kind": "means", "parts": 8, "dtype": FP32, "dim": 16, "page_size": 1}),
     ("max", {"kind": "minmax", "dtype": BF16, "dim": 96, "group": 20, "heads_kv": 1}),
     ("softmax", {"kind": "minmax", "dtype": FP32, "dim": 64, "group": 2}),
+    ("root", {"kind": "means", "dtype": BF16, "dim": 32, "group": 2}),
     ("mix", {"kind": "meanvar", "dtype": BF16, "dim": 72, "page_size": 64}),
 ]
 
@@ -59,7 +61,7 @@ def test_scores_read_codes_and_scales_once(reduce, options, pages):
         with Traffic(**named) as t:
             kernels.score_pages(*tensors, **shape, group_reduce=reduce, page_stats_scale=scales)
         model = cost_kernels.score(layer_of(case), case.seq_lens.tolist(), cells, tiles_in_force(), reduce=reduce)
-    assert_moved(t, model, named, SCRATCH if reduce in ("softmax", "mix") else None)
+    assert_moved(t, model, named, SCRATCH if reduce in WHOLE_ROWS else None)
     check_statistics(t, case)
 
 

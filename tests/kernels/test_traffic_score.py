@@ -7,6 +7,7 @@ import torch
 
 import tsattn
 from tsattn import cost_kernels
+from tsattn.summaries import WHOLE_ROWS
 from tsattn.testing.traffic import OutOfBounds, Traffic
 from tsattn.tuning import space
 
@@ -67,7 +68,7 @@ def check(case, reduce, boxes=None):
     layer = layer_of(case)
     lengths = case.seq_lens.tolist()
     cost = cost_kernels.score(layer, lengths, cells, tiles_in_force(), reduce=reduce, boxes=boxes is not None)
-    assert_moved(t, cost, named, SCRATCH if reduce in ("softmax", "mix") else None)
+    assert_moved(t, cost, named, SCRATCH if reduce in WHOLE_ROWS else None)
     pages = sum(-(-n // case.page_size) for n in lengths)
     _, heads_kv, vectors, dim = case.page_stats.shape
     assert t["page_stats"].loaded == pages * heads_kv * vectors * dim * case.page_stats.element_size()
@@ -83,7 +84,7 @@ def test_statistics_once_and_nothing_else(case):
     check(traffic_case(RAGGED, kind=kind, parts=parts, **options), reduce)
 
 
-@pytest.mark.parametrize("reduce", ["max", "none", "softmax", "mix"])
+@pytest.mark.parametrize("reduce", ["max", "none", "softmax", "root", "mix"])
 def test_small_tiles(reduce):
     case = traffic_case((100, 0, 333), heads_kv=1, group=2, dim=16)
     small = space.Config({"BLOCK_N": 8, "BLOCK_RANK": 8, "BLOCK_OTHER": 8})

@@ -10,10 +10,10 @@ from typing import Any
 
 from tsattn import SparseConfig
 from tsattn.evaluation.options import DTYPES, check_model, check_writable, number, positive, whole
-from tsattn.summaries import SUMMARIES
+from tsattn.summaries import GROUP_REDUCTIONS, SUMMARIES
 
-_DEFAULTS = SparseConfig()
 _BUDGET = 256
+_DEFAULTS = SparseConfig(token_budget=_BUDGET)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sparse.add_argument("--box-scale", type=number, metavar="X", help=f"X of kind minmax ({_DEFAULTS.box_scale:g})")
     sparse.add_argument(
         "--group-reduce",
-        choices=("max", "sum", "softmax", "mix", "none"),
+        choices=GROUP_REDUCTIONS,
         default=_DEFAULTS.group_reduce,
         help="how the query heads of a KV head share a list (%(default)s)",
     )

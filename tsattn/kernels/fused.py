@@ -26,7 +26,7 @@ from tsattn.kernels.handoff import num_counters
 from tsattn.kernels.launch import Growing, Piece, constants, on_device_of, scratch_or_new
 from tsattn.kernels.refine import refined_lists
 from tsattn.kernels.refine import scratch_pieces as refine_scratch
-from tsattn.kernels.score import WHOLE_ROWS, score_arguments, score_pages
+from tsattn.kernels.score import score_arguments, score_pages
 from tsattn.kernels.score_group import Leading
 from tsattn.kernels.score_group import scratch_pieces as group_pieces
 from tsattn.kernels.select import scratch_pieces as select_pieces
@@ -34,6 +34,7 @@ from tsattn.kernels.select import select_lists
 from tsattn.kernels.select_row import SelectArgs, SelectShape
 from tsattn.kernels.select_top_p import pages_for_mass
 from tsattn.scratch import Scratch, piece_bytes
+from tsattn.summaries import WHOLE_ROWS
 from tsattn.tuning.plans import plan_for
 from tsattn.tuning.space import pick
 
@@ -48,7 +49,7 @@ def supports(plan: str, *, group_reduce: str, top_p: bool = False, refine: bool 
     plan : str
         One of :data:`PLANS`.
     group_reduce : str
-        As in :class:`tsattn.SparseConfig`. "softmax" and "mix" rank a page by whole rows of scores, which no single
+        As in :class:`tsattn.SparseConfig`. "softmax", "root" and "mix" rank a page by whole rows, which no single
         program of a fused launch has.
     top_p : bool
         Whether lists end where a mass is reached, which whole rows of scores tell, too.

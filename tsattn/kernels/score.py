@@ -4,8 +4,8 @@ One program per (row and KV head, tile of pages) on grid axes x and y, each a ti
 
     q [R, HQ, D]    page_stats [num_pages, HKV, M, D], one contiguous row of M * D    scores fp32 [R, HKV or HQ, N]
 
-"max", "sum" and "none" over the G query heads are settled here; "softmax" and "mix" need whole rows and follow in
-score_group.py.
+"max", "sum" and "none" over the G query heads are settled here; "softmax", "root" and "mix" need whole rows and follow
+in score_group.py.
 """
 
 import math
@@ -33,12 +33,10 @@ from tsattn.kernels.score_group import Leading, reduce_over_group
 from tsattn.kernels.score_tile import NONE, ScoreShape, ScoreTensors, score_tile
 from tsattn.kernels.summary import KIND_CODES
 from tsattn.scratch import Scratch
-from tsattn.summaries import SUMMARIES
+from tsattn.summaries import SUMMARIES, WHOLE_ROWS
 from tsattn.tuning.space import Config, pick
 
 REDUCE_CODES = {"none": 0, "max": 1, "sum": 2}
-#: Group reductions that look at whole rows, see score_group.py.
-WHOLE_ROWS = ("softmax", "mix")
 
 
 @triton.jit
@@ -208,5 +206,4 @@ def score_pages(
             tensors, *growing, constants(shape), num_warps=config.num_warps, num_stages=config.num_stages
         )
         if whole_rows:
-            is_mix = group_reduce == "mix"
-            reduce_over_group(target, seq_lens, scores, page_size=page_size, mix=is_mix, scratch=scratch, leading=leading)
+            reduce_over_group(target, seq_lens, scores, page_size, group_reduce, scratch=scratch, leading=leading)

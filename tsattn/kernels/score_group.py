@@ -1,9 +1,10 @@
-"""Group reductions of page scores that look at whole rows: "softmax" and "mix".
+"""Group reductions of page scores that look at whole rows: "softmax", "root" and "mix".
 
 With s[h, n] the scores of the G query heads of one KV head, all of them over the same pages:
 
     softmax   score[n] = sum_h exp(s[h, n] - lse_h), lse_h over the row's pages; an unbounded page (+inf) is left out of
               lse_h and scores +inf
+    root      score[n] = sum_h exp((s[h, n] - lse_h) / 2), unbounded pages as in softmax
     mix       score[n] = -min(2 * rank_max[n], 2 * rank_softmax[n] + 1), ranks in the order (score descending, page
               ascending): the first K pages take turns from both rankings
 
@@ -69,6 +70,7 @@ def _group_softmax_kernel(
     G: tl.constexpr,
     S: tl.constexpr,
     MIX: tl.constexpr,
+    ROOT: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     num_tiles = cdiv(N, BLOCK_N)
@@ -81,7 +83,8 @@ def _group_softmax_kernel(
     for h in range(G):
         row_head = row * (HKV * G) + head * G + h
         s = tl.load(per_head + row_head * N + n, mask=used, other=float("-inf"))
-        total += tl.where(s == float("-inf"), 0.0, tl.exp(s - tl.load(lse + row_head)))
+        log_share = s - tl.load(lse + row_head)
+        total += tl.where(s == float("-inf"), 0.0, tl.exp(0.5 * log_share if ROOT else log_share))
         top = tl.maximum(top, s)
     total = tl.where(top == float("inf"), float("inf"), total)
     total = tl.where(used, total, float("-inf"))
@@ -209,19 +212,19 @@ def reduce_over_group(
     per_head: torch.Tensor,
     seq_lens: torch.Tensor,
     scores: torch.Tensor,
-    *,
     page_size: int,
-    mix: bool,
+    group_reduce: str,
+    *,
     scratch: Scratch,
     leading: Leading | None,
 ) -> None:
-    """Join contiguous head scores [R, HQ, N] into `scores` [R, HKV, N]: "softmax", or "mix".
+    """Join contiguous head scores [R, HQ, N] into `scores` [R, HKV, N]: "softmax", "root" or "mix".
 
     With `leading` pages that can't get into its list have one score, below that of all others.
     """
     num_rows, num_heads, num_cells = per_head.shape
     num_kv_heads = scores.shape[1]
-    config = pick("reduce")
+    config, mix = pick("reduce"), group_reduce == "mix"
     if leading is not None and not (mix and ranks_leaders(num_cells, leading.width)):
         leading = None
     pieces = scratch_pieces(num_rows, num_heads, num_kv_heads, num_cells, mix)
@@ -253,6 +256,7 @@ def reduce_over_group(
         G=num_heads // num_kv_heads,
         S=page_size,
         MIX=mix,
+        ROOT=group_reduce == "root",
         BLOCK_N=config["BLOCK_N"],
         num_warps=config.num_warps,
     )

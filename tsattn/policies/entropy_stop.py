@@ -13,11 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tsattn.config import NOT_LOGITS, SparseConfig
+from tsattn.config import SparseConfig
 from tsattn.ops import score_pages
 from tsattn.policies.base import Pages, Step
 from tsattn.policies.query_aware import QueryAware
 from tsattn.policies.statistics_bytes import statistics_bytes
+from tsattn.summaries import WHOLE_ROWS
 
 THRESHOLD = 0.5
 
@@ -49,7 +50,7 @@ class EntropyStop(QueryAware):
             page_size=config.page_size,
             kind=config.kind,
             box_scale=config.box_scale,
-            group_reduce="max" if config.group_reduce in NOT_LOGITS else config.group_reduce,
+            group_reduce="max" if config.group_reduce in WHOLE_ROWS else config.group_reduce,
             softmax_scale=step.options["softmax_scale"],
             page_stats_scale=beside["page_stats_scale"],
             page_stats_weight=beside["page_stats_weight"],

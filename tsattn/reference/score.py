@@ -66,6 +66,8 @@ def reduce_group(scores: Tensor, group_reduce: str) -> Tensor:
         return scores.amax(dim=1)
     if group_reduce == "sum":
         return torch.where((scores == math.inf).any(dim=1), math.inf, scores.sum(dim=1))
+    if group_reduce == "root":
+        return _page_softmax(scores).sqrt().sum(dim=1)  # fp64: no share underflows before its root does in fp32
     shares = _page_softmax(scores).sum(dim=1)
     if group_reduce == "softmax":
         return shares

@@ -8,7 +8,10 @@ from tsattn.summaries.means import MEANS
 from tsattn.summaries.meanvar import MEANVAR
 from tsattn.summaries.minmax import MINMAX
 
-GROUP_REDUCTIONS = ("max", "sum", "softmax", "mix", "none")
+GROUP_REDUCTIONS = ("max", "sum", "softmax", "root", "mix", "none")
+WHOLE_ROWS = ("softmax", "root", "mix")
+"""Group reductions that need the scores of a row's pages all together. What they make of them are shares, or places in an
+order, and no logits."""
 
 SUMMARIES: dict[str, Summary] = {
     "minmax": MINMAX,

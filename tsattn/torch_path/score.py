@@ -104,6 +104,18 @@ def _group_shares(scores: Tensor) -> tuple[Tensor, bool]:
     return _page_softmax(scores).sum(dim=1), False
 
 
+def _group_roots(scores: Tensor) -> Tensor:
+    """Square roots of the softmax over the pages, added up over the heads, [H, G, P] -> [H, P]."""
+    # The root of exp, not of the share, which is 0 long before.
+    roots = torch.log_softmax(scores, dim=-1).mul_(0.5).exp_().sum(dim=1)
+    if math.isfinite(float(roots.sum())):
+        return roots
+    unbounded = scores == math.inf
+    finite = torch.log_softmax(scores.masked_fill(unbounded, -math.inf), dim=-1)
+    finite = finite.nan_to_num_(nan=-math.inf)  # a head without a finite score
+    return finite.mul_(0.5).exp_().masked_fill_(unbounded, math.inf).sum(dim=1)
+
+
 def _places(scores: Tensor, leading: int) -> Tensor:
     """0-based position [..., P] of the ``leading`` pages in the order (score descending, page ascending); P behind them.
 
@@ -138,6 +150,8 @@ def _reduce_group(scores: Tensor, group_reduce: str, leading: int) -> Tensor:
         return scores.flatten(0, 1)
     if group_reduce == "sum":
         return _bounded(scores.sum(dim=1))  # nan: +inf and -inf met; the page is unbounded for one head
+    if group_reduce == "root":
+        return _group_roots(scores)
     shares, bounded = _group_shares(scores)
     if group_reduce == "softmax":
         return shares
