@@ -89,7 +89,7 @@ def _worker_rows(target: str, only: str, cache: Path) -> Iterator[Row]:
     """The rows of :func:`compile_rows` from a process that doesn't interpret kernels."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env |= {"TRITON_CACHE_DIR": str(cache.absolute()), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tsattn.testing.audit", "--worker", "--target", target, "--only", only]
+    command = [sys.executable, "-m", "tsattn.testing.audit", "--worker", "--target", target, f"--only={only}"]
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         # A compiler that fails may print what it failed on: only lines of JSON are rows.
