@@ -155,6 +155,7 @@ def in_order(monkeypatch, order):
     monkeypatch.setattr(InterpreterBuilder, "set_grid_idx", permuted)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("order", ["reversed", "shuffled", "shuffled again"])
 @pytest.mark.parametrize("plan", FUSED)
 def test_the_order_of_programs_does_not_show(plan, order, monkeypatch):

@@ -7,6 +7,7 @@ from tests.kernels.interleaved import interleaved
 from tsattn.testing import make_case
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("residents", [1, 2, 5, 1000])
 @pytest.mark.parametrize("plan", FUSED)
 def test_programs_that_interrupt_each_other_give_the_bits_of_separate_launches(plan, residents):
