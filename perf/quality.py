@@ -43,7 +43,7 @@ SUMMARIES = {
     "box X=0.25": "kind=minmax,box_scale=0.25,dtype=None",
     "box X=0": "kind=minmax,box_scale=0,dtype=None",
 }
-REDUCTIONS = ("max", "mix", "softmax", "root", "none")
+REDUCTIONS = ("max", "mix", "softmax", "none")
 BUDGETS = (128, 256, 512, 768, 1024, 2048)
 PAGE_SIZES = (4, 8, 16, 32, 64)
 RECENT = (1, 2, 4, 8, 16)
@@ -123,11 +123,9 @@ def defaults() -> list[Spec]:
     options = {
         "mean int8, max, 1024": "parts=1,budget=1024,reduce=max",
         "mean int8, mix, 1024": "parts=1,budget=1024,reduce=mix",
-        "mean int8, root, 1024": "parts=1,budget=1024,reduce=root",
         "halves int8, max, 768": "parts=2,budget=768,reduce=max",
         "halves int8, mix, 768": "parts=2,budget=768,reduce=mix",
         "halves int8, softmax, 768": "parts=2,budget=768,reduce=softmax",
-        "halves int8, root, 768": "parts=2,budget=768,reduce=root",
         "quarters int8, max, 304": "parts=4,budget=304,reduce=max",
         "quarters int8, mix, 304": "parts=4,budget=304,reduce=mix",
         "halves int8, 128 refined, max, 768": "parts=2,budget=768,refine_pages=128,reduce=max",

@@ -287,7 +287,7 @@ def test_files(tmp_path):
     profile.save_picture(tmp_path / "profile.png")
     assert (tmp_path / "profile.png").stat().st_size > 10_000
     lines = profile.table().splitlines()
-    assert len(lines) == 2 + 2 * 5
+    assert len(lines) == 2 + 2 * 5 + 1
     assert all(line.count("|") == 13 for line in lines)
 
 

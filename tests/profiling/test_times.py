@@ -57,7 +57,10 @@ def test_stages_take_the_ticks_between_them(ticking, tmp_path):
         mine = [row for row in profile.rows if row["stage"] == total["stage"]]
         assert (total["calls"], ticks([total["seconds"]])) == (2, [1])
         assert round(total["bandwidth"]) == round(sum(row["bytes"] for row in mine) * 500)
-    assert "| 1000.0 |" in profile.table()
+    lines = profile.table().splitlines()
+    assert "| 1000.0 |" in lines[2]
+    moved = sum(row["bytes"] for row in profile.rows) / 2
+    assert lines[-1].startswith(f"| all | step | | 2 | 5000.0 | {moved / 1e6:.3f} |")
     profile.save_chrome_trace(tmp_path / "trace.json")
     events = [e for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if e["ph"] == "X"]
     assert [round(e["ts"]) for e in events] == [round(1e6 * start) for _, start in expected]

@@ -81,7 +81,7 @@ class Profiler:
         return self._rows
 
     def table(self) -> str:
-        """Markdown, a line per layer and stage: means per call."""
+        """Markdown, a line per layer and stage: means per call; the last line has means per step."""
         return report.table(self.rows)
 
     def totals(self) -> list[dict[str, Any]]:

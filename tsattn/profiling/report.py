@@ -39,7 +39,7 @@ def _cell(row: Row, name: str, text: str) -> str:
 
 
 def table(rows: list[Row]) -> str:
-    """Markdown: a line per layer and stage, means per call."""
+    """Markdown: a line per layer and stage, means per call, and one of all together, means per step."""
     if not rows:
         return "Nothing was recorded: no call of tsattn's came from this thread while the block ran (is `hf.sparse` active?)."
     lines = [
@@ -62,6 +62,12 @@ def table(rows: list[Row]) -> str:
             _cell(row, "entropy", "{:.2f}"),
         )
         lines.append(f"| {' | '.join(cells)} |")
+    steps = len({row["step"] for row in rows})
+    seconds, moved = (sum(row[name] for row in rows) for name in ("seconds", "bytes"))
+    bandwidth = moved / seconds / 1e9 if seconds else 0.0
+    lines.append(
+        f"| all | step | | {steps} | {seconds / steps * 1e6:.1f} | {moved / steps / 1e6:.3f} | {bandwidth:.1f} | | | | | |"
+    )
     return "\n".join(lines)
 
 
