@@ -253,7 +253,9 @@ class SparseConfig:
         """The configuration of one layer: with its budget, and without those of others."""
         if not self.layer_budgets:
             return self
-        return replace(self, token_budget=dict(self.layer_budgets).get(layer, self.token_budget), layer_budgets=())
+        own = replace(self, token_budget=dict(self.layer_budgets).get(layer, self.token_budget), layer_budgets=())
+        object.__setattr__(own, "group_reduce", self.group_reduce)  # whatever the layer's budget: all layers share alike
+        return own
 
     @property
     def vectors(self) -> int:

@@ -47,7 +47,10 @@ def test_short_lists_take_turns_unless_a_reduction_was_written():
         assert config.group_reduce == reduce
         assert dataclasses.replace(config, token_budget=832, page_size=16).group_reduce == "root"
         assert SparseConfig(token_budget=tokens, page_size=page_size, group_reduce="root").group_reduce == "root"
-    assert SparseConfig(layer_budgets={0: 64}).for_layer(0).group_reduce == "mix"
+    for budgets in ({0: 64}, {0: 2048}):  # layers share as the configuration says
+        assert SparseConfig(layer_budgets=budgets).for_layer(0).group_reduce == "root"
+        assert SparseConfig(token_budget=64, layer_budgets=budgets).for_layer(0).group_reduce == "mix"
+    assert SparseConfig(top_p=1, layer_budgets={0: 64}).for_layer(0).token_budget == 64
 
 
 def test_a_reduction_that_was_written_stays():
