@@ -80,10 +80,10 @@ def summaries() -> list[Spec]:
 
 
 def budgets() -> list[Spec]:
-    """Budgets of a few summaries, sharing a list by max, mix and root; the paper's setting."""
+    """Budgets of a few summaries, sharing a list by max, mix and blend; the paper's setting."""
     found = [
         spec(f"{name}, {reduce}, {budget}", f"{SUMMARIES[name]},reduce={reduce},budget={budget}")
-        for name, reduce, budget in product(FEW[:3], ("max", "mix", "root"), BUDGETS)
+        for name, reduce, budget in product(FEW[:3], ("max", "mix", "blend"), BUDGETS)
     ]
     return [*found, *(spec(f"paper, {budget}", f"budget={budget}", "paper") for budget in BUDGETS)]
 
@@ -169,7 +169,7 @@ def proof() -> list[Spec]:
     halves = SUMMARIES["halves int8"]
     found = [spec(f"halves int8, max, {budget}", f"{halves},reduce=max,budget={budget}") for budget in (512, 640, 768)]
     found += [spec(f"halves int8, mix, {budget}", f"{halves},budget={budget},reduce=mix") for budget in (768, 832)]
-    found.append(spec("halves int8, root, 832", f"{halves},reduce=root,budget=832"))
+    found += [spec(f"halves int8, {reduce}, 832", f"{halves},reduce={reduce},budget=832") for reduce in ("root", "blend")]
     return [*found, spec("paper, 768", "budget=768", "paper"), spec("oracle max, 768", "budget=768,reduce=max", "oracle-max")]
 
 
@@ -184,10 +184,12 @@ def proof_tasks(loaded: Any, paragraphs: list[str]) -> list[Task]:
 
 
 def twelfth() -> list[Spec]:
-    """What a twelfth of the bytes at 16K buys: one mean or halves, shared in four ways; 640 tokens beside them."""
+    """What a twelfth of the bytes at 16K buys: one mean or halves, shared in five ways; 640 tokens beside them."""
     found = [
         spec(f"{name}, {reduce}, {budget}", f"{SUMMARIES[name]},reduce={reduce},budget={budget}")
-        for (name, budget), reduce in product((("mean int8", 1088), ("halves int8", 832)), ("max", "mix", "softmax", "root"))
+        for (name, budget), reduce in product(
+            (("mean int8", 1088), ("halves int8", 832)), ("max", "mix", "softmax", "root", "blend")
+        )
     ]
     found.append(spec("halves int8, max, 640", f"{SUMMARIES['halves int8']},reduce=max,budget=640"))
     return [*found, spec("oracle max, 1344", "budget=1344,reduce=max", "oracle-max")]
@@ -204,9 +206,9 @@ def twelfth_tasks(loaded: Any, paragraphs: list[str]) -> list[Task]:
 
 
 def fresh() -> list[Spec]:
-    """Two ways to share a list, on texts that were measured after both were chosen; two yardsticks."""
+    """Three ways to share a list, on texts that chose none of them; two yardsticks."""
     halves = SUMMARIES["halves int8"]
-    found = [spec(f"halves int8, {reduce}, 832", f"{halves},reduce={reduce},budget=832") for reduce in ("mix", "root")]
+    found = [spec(f"halves int8, {reduce}, 832", f"{halves},reduce={reduce},budget=832") for reduce in ("mix", "root", "blend")]
     return [*found, spec("paper, 768", "budget=768", "paper"), spec("oracle max, 832", "budget=832,reduce=max", "oracle-max")]
 
 
@@ -270,14 +272,15 @@ def sweep(name: str, loaded: Any, paragraphs: list[str], out: Path) -> None:
 
 
 def equal_bytes(context: int) -> list[Spec]:
-    """The defaults, and their lists shared by mix; oracle and random with as many bytes; the paper's setting with the same
-    budget, and with half of it."""
+    """The defaults, also with lists shared by mix and root; oracle and random with as many bytes; the paper's setting with the
+    same budget, and with half of it."""
     config = SparseConfig()
     layer = layer_of(config, 4, 1, 256)
     tokens = config.token_budget + round(sum(layer.statistics(layer.pages(context)).values()) / layer.token)
     return [
         spec("tsattn", ""),
         spec("tsattn, mix", "reduce=mix"),
+        spec("tsattn, root", "reduce=root"),
         spec("paper", f"budget={config.token_budget}", "paper"),
         spec("paper, half the budget", f"budget={config.token_budget // 2}", "paper"),
         spec("random, equal bytes", f"budget={tokens},reduce=max", "random"),

@@ -38,7 +38,7 @@ COMPONENTS = {
     "+ int8": ("tsattn", "reduce=max"),
     "+ mix": ("tsattn", "reduce=mix"),
     "+ entropy-gated budget": ("entropy-stop", "reduce=mix"),
-    "root instead of mix": ("tsattn", "reduce=root"),
+    "blend instead of mix": ("tsattn", "reduce=blend"),
 }
 """From the paper's setting to ours, each with what the one before has."""
 COMPONENT_BUDGET = 512

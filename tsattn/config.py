@@ -13,9 +13,9 @@ from tsattn.summaries import GROUP_REDUCTIONS, STATS_DTYPES, SUMMARIES, WHOLE_RO
 
 PLANS = ("auto", "separate", "two", "ticket", "row")
 FEW_PAGES = 32
-"""Lists shorter than this are shared by "mix" where nothing is written: "root" may lose a page that one query head wants."""
+"""Lists shorter than this are shared by "mix" where nothing is written: "blend" has few places for what one head wants."""
 
-_UNWRITTEN = {word: bytes(word, "ascii").decode() for word in ("root", "mix", "max")}
+_UNWRITTEN = {word: bytes(word, "ascii").decode() for word in ("blend", "mix", "max")}
 """Values of ``group_reduce`` that nobody wrote. They are equal to the written words and told from them by identity, so that a
 copy with other fields (``dataclasses.replace``) chooses anew; to all others they are plain strings."""
 
@@ -45,10 +45,10 @@ class SparseConfig:
     box_scale : float
         X of ``kind="minmax"``: half the width of the box of a page's keys counts X times. 1 is the upper bound of Quest and
         TinyServe; a smaller X bounds nothing.
-    group_reduce : {"root", "mix", "softmax", "max", "sum", "none"}
+    group_reduce : {"blend", "mix", "root", "softmax", "max", "sum", "none"}
         How the query heads of one KV head share a list of pages, see :func:`tsattn.score_pages`; ``"none"`` selects per query
-        head. Where it isn't given it is "root", with lists of fewer than 32 pages "mix", but "max" with what can't rank whole
-        rows of scores (``top_p`` below 1, ``refine_pages``, a fused ``plan``) and for kind "minmax", whose "max" is a bound.
+        head. Where it isn't given it is "blend", with lists of fewer than 32 pages "mix", but "max" with what can't rank
+        whole rows of scores (``top_p`` below 1, ``refine_pages``, a fused ``plan``) and for kind "minmax", whose "max" bounds.
     stats_dtype : torch.dtype or None
         Storage of the page statistics; None is the dtype of the keys. ``torch.int8`` keeps codes with one fp32 scale per
         vector.
@@ -71,12 +71,12 @@ class SparseConfig:
     top_p : float, optional
         Keep the smallest set of best pages whose estimated share of the attention mass reaches ``top_p``, as
         :func:`tsattn.select_pages` does, at most ``token_budget`` and never without the forced pages. 1 is no limit. Scores
-        must be logits, so not with ``group_reduce`` "softmax", "root" or "mix". Only the plan "separate" can do it.
+        must be logits, so not with ``group_reduce`` "softmax", "root", "mix" or "blend". Only the plan "separate" can do it.
     refine_pages : int, optional
         Score on two levels: all pages by a coarse summary, one int8 mean per page and KV head, then the best ``refine_pages``
         of them, forced pages included, by ``kind``; the list is chosen among those. At least as many as a list holds. Needs
-        ``coarse_stats`` beside the statistics. Not with ``group_reduce`` "softmax", "root" or "mix", nor with
-        ``reselect_every``; only the plan "separate" can do it.
+        ``coarse_stats`` beside the statistics. Not with ``group_reduce`` "softmax", "root", "mix" or
+        "blend", nor with ``reselect_every``; only the plan "separate" can do it.
 
     Raises
     ------
@@ -106,7 +106,7 @@ class SparseConfig:
     kind: str = "means"
     parts: int = 2
     box_scale: float = 1.0
-    group_reduce: str = _UNWRITTEN["root"]
+    group_reduce: str = _UNWRITTEN["blend"]
     stats_dtype: torch.dtype | None = torch.int8
     min_seq_len: int = 0
     dense_layers: tuple[int, ...] = ()
@@ -132,7 +132,7 @@ class SparseConfig:
             if getattr(self, name) not in allowed:
                 raise ValueError(f"SparseConfig.{name} must be one of {allowed}, got {getattr(self, name)!r}")
         if not self._wrote_reduction:
-            few = "mix" if self.pages_kept < FEW_PAGES else "root"
+            few = "mix" if self.pages_kept < FEW_PAGES else "blend"
             object.__setattr__(self, "group_reduce", _UNWRITTEN["max" if self._ranks_page_by_page() else few])
         num_vectors(self.kind, self.parts)
         check_page_size(self.kind, self.page_size)

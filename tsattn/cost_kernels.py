@@ -22,8 +22,10 @@ from tsattn.cost import Cost, Layer, cdiv
 
 F32 = 4
 I32 = 4
-WHOLE_ROWS = ("softmax", "root", "mix")
-"""Group reductions that look at whole rows of scores; :data:`tsattn.summaries.WHOLE_ROWS`, which this model can't import."""
+WHOLE_ROWS = ("softmax", "root", "mix", "blend")
+TURNS = ("mix", "blend")
+"""Group reductions that look at whole rows of scores, and those of them that take turns; as in :mod:`tsattn.summaries`, which
+this model can't import."""
 
 
 def total(costs: Iterable[Cost]) -> Cost:
@@ -85,14 +87,14 @@ def score(
     Parameters
     ----------
     reduce : str
-        As ``group_reduce``. The scores of the query heads, which "softmax", "root" and "mix" join in further launches, are
+        As ``group_reduce``. The scores of the query heads, which those of whole rows join in further launches, are
         called "per_head".
     boxes : bool
         A box scale per head.
     plan : str
         As ``SparseConfig.plan``: by a fused plan only a row's own pages have scores.
     leading : Leading, optional
-        The lists that "mix" is to settle, in a decode step; default all scores.
+        The lists that "mix" or "blend" is to settle, in a decode step; default all scores.
     rounds : int
         As in :func:`select`.
     """
@@ -100,9 +102,9 @@ def score(
     pages = max(16 // block_m, 2 * tiles.BLOCK_P // pow2(layer.vectors), 1)
     cost = total(_score_row(layer, n, cells, pages, reduce, boxes, plan) for n in lengths)
     if reduce in WHOLE_ROWS:
-        if leading is not None and (reduce != "mix" or cells <= max(leading.width, tiles.MAX_RANKED)):
+        if leading is not None and (reduce not in TURNS or cells <= max(leading.width, tiles.MAX_RANKED)):
             leading = None
-        cost += total(_reduce_row(layer, n, cells, tiles, reduce == "mix", leading, rounds) for n in lengths)
+        cost += total(_reduce_row(layer, n, cells, tiles, reduce in TURNS, leading, rounds) for n in lengths)
     return cost
 
 

@@ -161,15 +161,16 @@ def score_pages(
         X of kind "minmax", one number or fp32 [HKV]. 1 is the upper bound.
     softmax_scale : float, optional
         Default 1/sqrt(D).
-    group_reduce : {"max", "sum", "softmax", "root", "mix", "none"}
+    group_reduce : {"max", "sum", "softmax", "root", "mix", "blend", "none"}
         How the G = HQ/HKV query heads of a KV head are joined. "softmax" adds up each head's softmax over the row's pages, its
         shares, and "root" the square roots of the shares, so that what several heads want comes before what one wants most.
-        "mix" interleaves the orders of "max" and "softmax", best of each first; its scores are negated places, not logits.
+        "mix" interleaves the orders of "max" and "softmax", best of each first, and "blend" those of "max" and "root", one to
+        three; their scores are negated places, not logits.
         "none" keeps the query heads apart.
     out : torch.Tensor, optional
         [R, H, N] fp32 to write into.
     workspace : DecodeWorkspace, optional
-        Scratch memory for "softmax", "root" and "mix".
+        Scratch memory for the reductions of whole rows: "softmax", "root", "mix" and "blend".
 
     Returns
     -------

@@ -85,7 +85,7 @@ EXPECTED = {
 }
 ALWAYS = {"_append_kernel", "_attend_kernel", "_merge_splits_kernel"}
 SHARES = {"_page_lse_kernel", "_group_softmax_kernel"}
-GROUP = {"max": set(), "root": SHARES, "mix": SHARES | {"_mix_kernel", "_mix_leaders_kernel"}}
+GROUP = {"max": set(), "root": SHARES, "blend": SHARES | {"_mix_kernel", "_mix_leaders_kernel"}}
 
 
 def compilations(plan, reduce, integer, stats, kind):
@@ -99,7 +99,7 @@ def compilations(plan, reduce, integer, stats, kind):
 
 STEPS_OF = [
     *((plan, "max", "int32", "bfloat16", "means") for plan in PLANS),
-    ("separate", "mix", "int64", "int8", "means"),
+    ("separate", "blend", "int64", "int8", "means"),
     ("separate", "root", "int32", "int8", "means"),
     ("two", "max", "int32", "int8", "means"),
     ("two", "max", "int32", "bfloat16", "centroids"),
@@ -109,7 +109,7 @@ STEPS_OF = [
 @pytest.mark.parametrize("plan, reduce, integer, stats, kind", STEPS_OF)
 def test_a_thousand_growing_steps_compile_every_kernel_once(plan, reduce, integer, stats, kind):
     found = compilations(plan, reduce, integer, stats, kind)
-    # "mix" selects twice in long rows: the leading pages of both orders, and the list, with its physical pages.
-    twice = {name for name in found if name.startswith("_select_") and name != "_select_heap_kernel" and reduce == "mix"}
+    # "blend" selects twice in long rows: the leading pages of both orders, and the list, with its physical pages.
+    twice = {name for name in found if name.startswith("_select_") and name != "_select_heap_kernel" and reduce == "blend"}
     assert found == {name: 1 + (name in twice) for name in found}
     assert set(found) == EXPECTED[plan] | ALWAYS | GROUP[reduce]

@@ -38,7 +38,7 @@ def test_tb_018_every_kv_head_selects_for_itself(impl, device, kind):
     keys, values = needles(2, 12, {(0, 4): (0, 10.0, 1.0), (1, 9): (1, 10.0, 1.0)})
     world = World([keys], [values], impl, device, kind=kind)
     q = one_hot([(0, 8.0), (0, 8.0), (1, 8.0), (1, 8.0)])
-    for group_reduce in ("max", "sum", "softmax", "root", "mix"):
+    for group_reduce in ("max", "sum", "softmax", "root", "mix", "blend"):
         selection = world.best(q, 1, softmax_scale=1.0, group_reduce=group_reduce)
         assert [chosen(selection, 0, h) for h in range(2)] == [[4], [9]]
         out, lse = world.attend(q, selection, softmax_scale=1.0)
@@ -56,7 +56,13 @@ def test_tb_019_opposite_heads_of_a_group_do_not_cancel(impl, device, kind):
     world = World([keys], [values], impl, device, kind=kind)
     q = one_hot([(0, 8.0), (0, -8.0)])
     expected = torch.tensor([1.0, 3.0], dtype=torch.float64)[None, :, None].expand(1, 2, 16)
-    for group_reduce in ("max", "softmax", "root", "mix"):  # the mean query scores 0 everywhere and picks pages 0 and 1
+    for group_reduce in (
+        "max",
+        "softmax",
+        "root",
+        "mix",
+        "blend",
+    ):  # the mean query scores 0 and picks pages 0 and 1
         selection = world.best(q, 2, softmax_scale=1.0, group_reduce=group_reduce)
         assert chosen(selection) == [2, 7]
         assert_close(world.attend(q, selection, softmax_scale=1.0)[0].cpu(), expected)

@@ -78,7 +78,7 @@ def test_tb_047_nan_and_ties_in_reductions(impl, device, values):
         world = World([torch.ones(32, 1, 16)], [torch.ones(32, 1, 16)], impl, device)
         q = torch.ones(1, 3, 16)
         q[0, head, 0] = NAN
-        for group_reduce in ("max", "sum", "softmax", "root", "mix"):
+        for group_reduce in ("max", "sum", "softmax", "root", "mix", "blend"):
             assert world.score(q, group_reduce=group_reduce)[0, 0, :2].tolist() == [INF, INF]
 
 
@@ -162,7 +162,7 @@ def test_tb_099_every_tuning_entry_alone_is_right(stage, config):
             return
         if stage in ("score", "reduce"):
             scores = poisoned((2, 2, table.shape[1]))
-            for group_reduce in ("max", "mix", "softmax", "root"):
+            for group_reduce in ("max", "mix", "softmax", "root", "blend"):
                 options = {"page_size": 16, "kind": "means", "group_reduce": group_reduce}
                 tsattn.score_pages(q, case.page_stats, table, lens, out=scores, impl="triton", **options)
                 exact = tsattn.score_pages(q, case.page_stats, table, lens, impl="reference", **options)

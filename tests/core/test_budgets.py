@@ -143,7 +143,7 @@ def test_a_short_row_may_keep_fewer_pages_and_a_mass_of_one_is_no_limit(impl):
 
 
 def test_a_mass_needs_logits_and_whole_rows():
-    for reduction in ("softmax", "root", "mix"):
+    for reduction in ("softmax", "root", "mix", "blend"):
         with pytest.raises(ValueError, match=f"top_p .*group_reduce='{reduction}'"):
             SparseConfig(top_p=0.9, group_reduce=reduction)
     for plan in ("two", "ticket", "row"):

@@ -66,7 +66,7 @@ def plans(rows, pages, heads, groups, dims, sizes):
             summary=draw(st.sampled_from(SUMMARIES)),
             storage=draw(st.sampled_from(STORAGES)),
             layout=draw(st.sampled_from(LAYOUTS)),
-            reduce=draw(st.sampled_from(["max", "sum", "softmax", "root", "mix", "none"])),
+            reduce=draw(st.sampled_from(["max", "sum", "softmax", "root", "mix", "blend", "none"])),
             budget=draw(st.integers(1, (pages + 2) * size)),
             sink_pages=draw(st.integers(0, 2)),
             recent_pages=draw(st.integers(1, 3)),

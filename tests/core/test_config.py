@@ -17,7 +17,7 @@ from tsattn.summaries import SUMMARIES, num_vectors, parts_of_full_page, sub_pag
 def test_defaults_and_the_published_setting():
     config = SparseConfig()
     assert (config.page_size, config.token_budget, config.sink_pages, config.recent_pages) == (16, 832, 1, 4)
-    assert (config.kind, config.parts, config.stats_dtype, config.group_reduce) == ("means", 2, torch.int8, "root")
+    assert (config.kind, config.parts, config.stats_dtype, config.group_reduce) == ("means", 2, torch.int8, "blend")
     paper = SparseConfig.paper()
     assert (paper.kind, paper.box_scale, paper.group_reduce, paper.recent_pages) == ("minmax", 1.0, "none", 1)
     assert paper.stats_dtype is None
@@ -33,22 +33,22 @@ def test_a_reduction_that_nobody_wrote_suits_what_was_written(options):
         assert config.group_reduce == "max"
         back = dataclasses.replace(config, **{name: getattr(SparseConfig(), name) for name in options})
         assert back == SparseConfig()
-        assert back.group_reduce == "root"
+        assert back.group_reduce == "blend"
     assert SparseConfig.from_dict(json.loads(json.dumps(config.as_dict()))) == config
     assert pickle.loads(pickle.dumps(SparseConfig())) == copy.deepcopy(SparseConfig()) == SparseConfig()
     assert type(SparseConfig(**options).as_dict()["group_reduce"]) is str
     assert copy.deepcopy(SparseConfig(**options)).group_reduce == "max"
-    assert SparseConfig(top_p=1).group_reduce == "root"  # no limit
+    assert SparseConfig(top_p=1).group_reduce == "blend"  # no limit
 
 
 def test_short_lists_take_turns_unless_a_reduction_was_written():
-    for tokens, page_size, reduce in ((496, 16, "mix"), (497, 16, "root"), (832, 32, "mix"), (256, 8, "root"), (1, 1, "mix")):
+    for tokens, page_size, reduce in ((496, 16, "mix"), (497, 16, "blend"), (832, 32, "mix"), (256, 8, "blend"), (1, 1, "mix")):
         config = SparseConfig(token_budget=tokens, page_size=page_size)
         assert config.group_reduce == reduce
-        assert dataclasses.replace(config, token_budget=832, page_size=16).group_reduce == "root"
-        assert SparseConfig(token_budget=tokens, page_size=page_size, group_reduce="root").group_reduce == "root"
+        assert dataclasses.replace(config, token_budget=832, page_size=16).group_reduce == "blend"
+        assert SparseConfig(token_budget=tokens, page_size=page_size, group_reduce="blend").group_reduce == "blend"
     for budgets in ({0: 64}, {0: 2048}):  # layers share as the configuration says
-        assert SparseConfig(layer_budgets=budgets).for_layer(0).group_reduce == "root"
+        assert SparseConfig(layer_budgets=budgets).for_layer(0).group_reduce == "blend"
         assert SparseConfig(token_budget=64, layer_budgets=budgets).for_layer(0).group_reduce == "mix"
     assert SparseConfig(top_p=1, layer_budgets={0: 64}).for_layer(0).token_budget == 64
 

@@ -171,6 +171,7 @@ def test_plans_that_there_are_not():
     with pytest.raises(ValueError, match="plan must be one of"):
         cost_plans.decode("auto", LLAMA, [100], 7, 64)
     assert cost_kernels.WHOLE_ROWS == summaries.WHOLE_ROWS
+    assert tuple(summaries.TURNS) == cost_kernels.TURNS
     for reduce, plan in product(summaries.WHOLE_ROWS, ("two", "ticket", "row")):
         with pytest.raises(ValueError, match="whole rows"):
             cost_plans.decode(plan, LLAMA, [100], 7, 64, reduce=reduce)

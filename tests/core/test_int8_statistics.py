@@ -143,7 +143,7 @@ def test_a_sub_page_without_tokens_takes_no_part(impl, parts):
 
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize(("kind", "parts"), KINDS)
-@pytest.mark.parametrize("group_reduce", ["max", "root", "mix"])
+@pytest.mark.parametrize("group_reduce", ["max", "root", "mix", "blend"])
 def test_scores_are_those_of_the_values_stored(impl, kind, parts, group_reduce):
     """Power-of-two scales and small integers leave nothing to round in a product: the bits are those of fp32 statistics."""
     case = make_case([0, 1, 45, 200], kind=kind, parts=parts, stats_dtype=torch.int8)

@@ -38,7 +38,7 @@ def filled_cache(config, impl="auto"):
 
 
 @pytest.mark.parametrize("stats_dtype", [None, torch.int8])
-@pytest.mark.parametrize("reduce", ["max", "root", "mix", "none"])
+@pytest.mark.parametrize("reduce", ["max", "root", "blend", "none"])
 def test_a_step_gives_what_the_reference_gives(reduce, stats_dtype):
     config = SparseConfig(
         kind=NAME, page_size=PAGE_SIZE, token_budget=64, group_reduce=reduce, stats_dtype=stats_dtype, recent_pages=1

@@ -58,7 +58,7 @@ def test_out_of_attention_is_filled_in_place(impl, dtype):
 @pytest.mark.parametrize("impl", IMPLS)
 def test_out_of_scores_is_filled_in_place(impl):
     case = case_of(kind="minmax")
-    for reduce in ("max", "softmax", "root", "mix", "none"):
+    for reduce in ("max", "softmax", "root", "mix", "blend", "none"):
         options = {"page_size": 8, "kind": "minmax", "group_reduce": reduce, "impl": impl}
         plain = tsattn.score_pages(case.q, case.page_stats, case.page_table, case.seq_lens, **options)
         view, buffer = guarded(plain.shape)

@@ -48,7 +48,7 @@ def filled_positions(case, row, page):
 @pytest.mark.parametrize("kind", ["minmax", "means", "meanvar"])
 def test_nothing_behind_the_last_page(kind):
     case = make_case([0, 1, 16, 17, 60], kind=kind)
-    for reduce in ("none", "max", "sum", "softmax", "root", "mix"):
+    for reduce in ("none", "max", "sum", "softmax", "root", "mix", "blend"):
         scores = score(case, group_reduce=reduce)
         assert scores.dtype == torch.float32
         assert scores.shape == (5, 8 if reduce == "none" else 2, case.page_table.shape[1])
@@ -185,7 +185,7 @@ def test_a_nan_or_infinite_statistic_makes_the_page_unbounded(impl, kind, parts)
         case = make_case([100], kind=kind, parts=parts)
         case.page_stats[case.page_table[0, 3], 1, -1, 7] = value
         case.q[..., 7] = case.q[..., 7].abs()
-        for reduce in ("none", "max", "sum", "softmax", "root", "mix"):
+        for reduce in ("none", "max", "sum", "softmax", "root", "mix", "blend"):
             scores = score(case, impl, group_reduce=reduce)[0, :, :7]
             half = scores.shape[0] // 2
             assert bool((scores[half:, 3] == math.inf).all())
@@ -200,18 +200,25 @@ def by_definition(per_head, reduce):
     shares = weights / weights.sum(axis=1, keepdims=True)
     result = {"max": per_head.max(axis=0), "sum": per_head.sum(axis=0)}
     result |= {"softmax": shares.sum(axis=0), "root": np.sqrt(shares).sum(axis=0)}
-    if reduce == "mix":
+    by_shares, every = {"mix": ("softmax", 2), "blend": ("root", 4)}.get(reduce, (None, None))
+    if every:
         place = {}
-        for name in ("max", "softmax"):
+        for name in ("max", by_shares):
             values = np.where(unbounded, np.inf, result[name])
             order = sorted(range(len(values)), key=lambda n, values=values: (-values[n], n))
             place[name] = {page: i for i, page in enumerate(order)}
-        result["mix"] = np.array([-min(2 * place["max"][n], 2 * place["softmax"][n] + 1) for n in range(per_head.shape[1])])
+        queues = {name: sorted(place[name], key=place[name].get) for name in place}
+        turn = {}  # every n-th is the next of "max", all others are the next of the shares; the first turn of a page counts
+        for i in range(every * per_head.shape[1]):
+            queue = queues["max" if i % every == 0 else by_shares]
+            if queue:
+                turn.setdefault(queue.pop(0), i)
+        result[reduce] = np.array([-turn[n] for n in range(per_head.shape[1])])
     return np.where(unbounded, np.inf, result[reduce])
 
 
 @pytest.mark.parametrize("impl", ["reference", "torch"])
-@pytest.mark.parametrize("reduce", ["max", "sum", "softmax", "root", "mix"])
+@pytest.mark.parametrize("reduce", ["max", "sum", "softmax", "root", "mix", "blend"])
 @pytest.mark.parametrize(("kind", "group"), [("means", 1), ("means", 3), ("minmax", 4), ("meanvar", 8)])
 def test_group_reductions_by_definition(impl, reduce, kind, group):
     case = make_case([170, 33, 1], kind=kind, group=group, seed=group)

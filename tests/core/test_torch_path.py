@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import tsattn
+from tsattn.summaries import TURNS
 from tsattn.testing import LAYOUTS, assert_attention, assert_close, assert_same_bits, make_case, make_pool
 from tsattn.testing.tolerance import assert_attention_of_lists, plain_attention
 
@@ -14,7 +15,7 @@ DIMS = (64, 80, 96, 128, 192, 256, 40, 72, 112, 160)
 PAGE_SIZES = (1, 4, 8, 12, 16, 32, 64, 128)
 DTYPES = ("fp32", "fp16", "bf16", "int8", "fp8", "fp16+fp8", "bf16+int8", "fp32+bf16stats", "bf16+int8stats")
 SUMMARIES = (("minmax", 2), ("means", 1), ("means", 2), ("means", 4), ("means", 8), ("meanvar", 2))
-REDUCTIONS = ("max", "sum", "softmax", "root", "mix", "none")
+REDUCTIONS = ("max", "sum", "softmax", "root", "mix", "blend", "none")
 TORCH_DTYPES = {
     "fp32": torch.float32,
     "fp16": torch.float16,
@@ -78,7 +79,7 @@ def test_whole_chain_against_the_reference(combination):
     assert_append_agrees(case, combination["layout"])
     reduce = combination["reduce"]
     exact = scores_of(case, "reference", group_reduce=reduce)
-    if reduce != "mix":  # places, not values: judged by its definition in test_reference_score.py
+    if reduce not in TURNS:  # places, not values: judged by its definition in test_reference_score.py
         result = scores_of(case, "torch", group_reduce=reduce)
         assert_close(result, exact.double(), magnitude=largest_terms(case, reduce), what="scores")
     chosen = {}

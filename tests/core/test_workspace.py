@@ -9,7 +9,7 @@ from tsattn import DecodeWorkspace, SparseConfig, contents, library
 from tsattn.testing import assert_same_bits, make_case
 
 FUSED = ("two", "ticket", "row")
-REDUCTIONS = ("max", "sum", "none", "softmax", "root", "mix")
+REDUCTIONS = ("max", "sum", "none", "softmax", "root", "mix", "blend")
 
 
 class NothingNew(TorchDispatchMode):

@@ -27,6 +27,7 @@ CONFIGS = {
     "mix": SparseConfig(group_reduce="mix", **SMALL),
     "softmax": SparseConfig(group_reduce="softmax", **SMALL),
     "root": SparseConfig(group_reduce="root", **SMALL),
+    "blend": SparseConfig(group_reduce="blend", **SMALL),
     "per query head": SparseConfig.paper(page_size=4, token_budget=32),
     "covering": SparseConfig(page_size=4, token_budget=256),
     "short rows": SparseConfig(min_seq_len=CONTEXT + 6, **SMALL),

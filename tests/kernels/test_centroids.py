@@ -9,6 +9,7 @@ import torch
 from tests.kernels.decode_step import FUSED, assert_fused_as_separate, assert_same_step, decode, small_tiles
 from tests.kernels.test_append import raw, tokens
 from tsattn import kernels, reference
+from tsattn.summaries import TURNS
 from tsattn.testing import assert_close, assert_same_bits, make_case, make_pool
 from tsattn.tuning import space
 
@@ -141,13 +142,13 @@ SHAPES = [
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("reduce", ["max", "sum", "none", "softmax", "root", "mix"])
+@pytest.mark.parametrize("reduce", ["max", "sum", "none", "softmax", "root", "mix", "blend"])
 def test_scores_are_those_of_the_reference_in_fp64(shape, reduce):
     case = make_case([100, 0, 1, 33], kind="centroids", **shape)
     exact = replace(case, q=case.q.double())
     expected = scored(exact, case.page_stats_weight, reduce, reference).double()
     actual = scored(case, case.page_stats_weight, reduce)
-    if reduce == "mix":
+    if reduce in TURNS:
         assert torch.equal(actual, expected.float())
     else:
         assert_close(actual, expected, magnitude=4.0 * case.q.shape[2] ** 0.5)

@@ -203,7 +203,7 @@ def test_a_launch_makes_the_device_of_its_tensors_current(plan, monkeypatch):
 
 def test_plans_say_what_they_can_not_do():
     case, _ = make("plain")
-    for plan, reduce in itertools.product(FUSED, ("softmax", "root", "mix")):
+    for plan, reduce in itertools.product(FUSED, ("softmax", "root", "mix", "blend")):
         assert "whole rows" in kernels.supports(plan, group_reduce=reduce)
         with pytest.raises(ValueError, match="whole rows"):
             decode(case, plan, reduce=reduce)

@@ -26,7 +26,7 @@ def run_all_stages():
     kernels.rebuild_page_stats(case.k_cache, case.page_stats, case.page_table, case.seq_lens, kind="means", k_scale=None)
     written = [case.k_cache, case.v_cache, case.page_stats]
     rows, cells = case.page_table.shape
-    for reduce in ("max", "root", "mix"):
+    for reduce in ("max", "root", "mix", "blend"):
         scores = torch.full((rows, 1, cells), math.nan)
         kernels.score_pages(
             case.q,
@@ -115,7 +115,7 @@ def test_every_launcher_makes_the_device_of_its_tensors_current(monkeypatch):
     for module in (append, score, select_module, attend, merge):
         monkeypatch.setattr(module, "on_device_of", guard)
     run_all_stages()
-    assert len(guarded) == 2 + 3 + 3 + 1 + 1
+    assert len(guarded) == 2 + 4 + 3 + 1 + 1
 
 
 @pytest.mark.parametrize("stage", space.STAGES)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tsattn import kernels, reference, torch_path
+from tsattn.summaries import TURNS
 from tsattn.testing import assert_close, assert_same_bits, make_case
 from tsattn.tuning import space
 
@@ -105,6 +106,7 @@ def test_box_scale_may_differ_by_head_and_have_a_stride():
         ("meanvar", "softmax"),
         ("means", "root"),
         ("means", "mix"),
+        ("meanvar", "blend"),
         ("minmax", "none"),
     ],
 )
@@ -118,7 +120,7 @@ def test_page_with_a_non_finite_statistic_is_unbounded(kind, reduce):
     assert dirty[0, 0, 3] == math.inf and dirty[0, 0, 6] == math.inf
     assert torch.isfinite(dirty[0, 0, [0, 1, 2, 4, 5, 7]]).all()
     assert_same_bits(dirty[1], clean[1], "the other row")
-    if reduce != "mix":
+    if reduce not in TURNS:
         assert_scores_agree(case, reduce=reduce)
 
 
@@ -132,7 +134,8 @@ def test_pages_of_keys_at_minus_infinity_rank_last_but_count():
 
 
 @pytest.mark.parametrize(
-    "reduce, kind", [("max", "means"), ("softmax", "minmax"), ("root", "means"), ("mix", "meanvar"), ("none", "means")]
+    "reduce, kind",
+    [("max", "means"), ("softmax", "minmax"), ("root", "means"), ("mix", "meanvar"), ("blend", "means"), ("none", "means")],
 )
 def test_tiles_of_pages_do_not_show(reduce, kind):
     """Rows end before, inside and after a tile."""

@@ -10,6 +10,7 @@ from tests.kernels.int8_statistics import dequantised, int8_case
 from tests.kernels.test_score import score
 from tsattn import reference, torch_path
 from tsattn.kernels import score_pages
+from tsattn.summaries import TURNS
 from tsattn.testing import assert_close, assert_same_bits
 from tsattn.tuning import space
 
@@ -108,6 +109,7 @@ def test_box_scale_may_differ_by_head():
         ("meanvar", "softmax"),
         ("means", "root"),
         ("means", "mix"),
+        ("meanvar", "blend"),
         ("minmax", "none"),
     ],
 )
@@ -123,7 +125,7 @@ def test_page_with_a_scale_that_is_not_finite_is_unbounded(kind, reduce, value):
     assert dirty[0, 0, 3] == math.inf and dirty[0, 0, 6] == math.inf
     assert torch.isfinite(dirty[0, 0, [0, 1, 2, 4, 5, 7]]).all()
     assert_same_bits(dirty[1], clean[1], "the other row")
-    if reduce != "mix":
+    if reduce not in TURNS:
         assert_scores_agree(case, scales, reduce=reduce)
 
 
@@ -138,7 +140,8 @@ def test_empty_sub_pages_do_not_count():
 
 
 @pytest.mark.parametrize(
-    "reduce, kind", [("max", "means"), ("softmax", "minmax"), ("root", "means"), ("mix", "meanvar"), ("none", "means")]
+    "reduce, kind",
+    [("max", "means"), ("softmax", "minmax"), ("root", "means"), ("mix", "meanvar"), ("blend", "means"), ("none", "means")],
 )
 def test_tiles_of_pages_do_not_show(reduce, kind):
     case, scales = int8_case((16 * 40 + 3, 16 * 16, 5, 0), group=3, kind=kind)

@@ -73,6 +73,7 @@ def select(case, width, scratch, top_p=0.9):
         ((33,), 6, "softmax", "step"),
         ((33,), 6, "root", "step"),
         ((33, 0), 6, "mix", "step"),
+        ((33, 0), 6, "blend", "step"),
         ((33,), 6, "max", "step"),
         ((300,), 5, "max", "dense"),
     ],

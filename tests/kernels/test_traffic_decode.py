@@ -42,6 +42,7 @@ CASES = [
     ({"dtype": BF16, "dim": 64, "group": 2, "kind": "meanvar"}, {"group_reduce": "softmax"}),
     ({"dtype": BF16, "dim": 64, "group": 2}, {"group_reduce": "root"}),
     ({"dtype": BF16, "dim": 72, "group": 2, "page_size": 12}, {"group_reduce": "mix"}),
+    ({"dtype": BF16, "dim": 16, "group": 3}, {"group_reduce": "blend"}),
     ({"dtype": BF16, "dim": 64, "heads_kv": 1}, {"token_budget": 4096}),
 ]
 RESULTS = ("out", "lse", "page_ids", "page_counts")

@@ -84,7 +84,7 @@ def test_statistics_once_and_nothing_else(case):
     check(traffic_case(RAGGED, kind=kind, parts=parts, **options), reduce)
 
 
-@pytest.mark.parametrize("reduce", ["max", "none", "softmax", "root", "mix"])
+@pytest.mark.parametrize("reduce", ["max", "none", "softmax", "root", "mix", "blend"])
 def test_small_tiles(reduce):
     case = traffic_case((100, 0, 333), heads_kv=1, group=2, dim=16)
     small = space.Config({"BLOCK_N": 8, "BLOCK_RANK": 8, "BLOCK_OTHER": 8})

@@ -22,7 +22,7 @@ from tsattn.evaluation.tasks import Row, Task, TaskMaker
 from tsattn.integrations.hf import full_attention_layers
 
 BUDGETS = (256, 512, 640, 832, 1024)
-REDUCTIONS = ("max", "mix", "root")
+REDUCTIONS = ("max", "mix", "blend")
 SUMMARIES: tuple[dict[str, Any], ...] = (
     {"kind": "means", "parts": 1},
     {"kind": "means", "parts": 2},

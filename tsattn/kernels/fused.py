@@ -34,7 +34,7 @@ from tsattn.kernels.select import select_lists
 from tsattn.kernels.select_row import SelectArgs, SelectShape
 from tsattn.kernels.select_top_p import pages_for_mass
 from tsattn.scratch import Scratch, piece_bytes
-from tsattn.summaries import WHOLE_ROWS
+from tsattn.summaries import TURNS, WHOLE_ROWS
 from tsattn.tuning.plans import plan_for
 from tsattn.tuning.space import pick
 
@@ -49,7 +49,7 @@ def supports(plan: str, *, group_reduce: str, top_p: bool = False, refine: bool 
     plan : str
         One of :data:`PLANS`.
     group_reduce : str
-        As in :class:`tsattn.SparseConfig`. "softmax", "root" and "mix" rank a page by whole rows, which no single
+        As in :class:`tsattn.SparseConfig`. "softmax", "root", "mix" and "blend" rank by whole rows, which no single
         program of a fused launch has.
     top_p : bool
         Whether lists end where a mass is reached, which whole rows of scores tell, too.
@@ -148,7 +148,7 @@ def scratch_bytes(
         step += refine_scratch(rows, num_heads, num_lists, head_dim, num_cells, width, refine_pages, dtype, top_p)
     if group_reduce in WHOLE_ROWS:
         step.append(((rows, num_heads, num_cells), torch.float32))
-        step += group_pieces(rows, num_heads, num_kv_heads, num_cells, group_reduce == "mix", width)
+        step += group_pieces(rows, num_heads, num_kv_heads, num_cells, group_reduce in TURNS, width)
     step += attend(width, num_lists)
     dense = attend(num_cells, num_kv_heads)
     selection = select_pieces(rows * num_lists, num_cells, width, top_p=True)

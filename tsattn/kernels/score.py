@@ -4,8 +4,8 @@ One program per (row and KV head, tile of pages) on grid axes x and y, each a ti
 
     q [R, HQ, D]    page_stats [num_pages, HKV, M, D], one contiguous row of M * D    scores fp32 [R, HKV or HQ, N]
 
-"max", "sum" and "none" over the G query heads are settled here; "softmax", "root" and "mix" need whole rows and follow
-in score_group.py.
+"max", "sum" and "none" over the G query heads are settled here; the others need whole rows and follow in
+score_group.py.
 """
 
 import math
@@ -173,7 +173,7 @@ def score_pages(
     scratch: Scratch | None = None,
     leading: Leading | None = None,
 ) -> None:
-    """Score all pages of all rows; -inf past a row's last page. With `leading` "mix" settles only what its lists can hold."""
+    """Score all pages of all rows; -inf past a row's last page. With `leading` turns are settled only as far as lists reach."""
     num_rows, num_cells = page_table.shape
     if num_rows * num_cells == 0:
         return

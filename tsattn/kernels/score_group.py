@@ -1,4 +1,4 @@
-"""Group reductions of page scores that look at whole rows: "softmax", "root" and "mix".
+"""Group reductions of page scores that look at whole rows: "softmax", "root", "mix" and "blend".
 
 With s[h, n] the scores of the G query heads of one KV head, all of them over the same pages:
 
@@ -7,6 +7,7 @@ With s[h, n] the scores of the G query heads of one KV head, all of them over th
     root      score[n] = sum_h exp((s[h, n] - lse_h) / 2), unbounded pages as in softmax
     mix       score[n] = -min(2 * rank_max[n], 2 * rank_softmax[n] + 1), ranks in the order (score descending, page
               ascending): the first K pages take turns from both rankings
+    blend     score[n] = -min(4 * rank_max[n], rank_root[n] + rank_root[n] // 3 + 1): every fourth page from "max"
 
     per_head fp32 [R, HQ, N]    scores fp32 [R, HKV, N]    ranked fp32 [R, 2 * HKV, N]: shares of softmax, then maxima
 
@@ -28,6 +29,7 @@ from tsattn.kernels.select import scratch_pieces as select_pieces
 from tsattn.kernels.select import select_lists
 from tsattn.kernels.select_row import SelectArgs
 from tsattn.scratch import Scratch
+from tsattn.summaries import TURNS
 from tsattn.tuning.space import pick
 
 
@@ -116,13 +118,14 @@ def _count_ahead(scores, mine, n, members, count, BLOCK_R: tl.constexpr, BLOCK_N
 
 
 @triton.jit
-def _turns(best, shares, n, inside, by_max, by_softmax, count, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Scores of pages n [BLOCK_R] by "mix", with ranks among the pages of two lists, or all below `count`."""
+def _turns(best, shares, n, inside, by_max, by_share, count, EVERY: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Scores of pages n [BLOCK_R] whose every EVERY-th is the next best by the maxima, and the others by the shares, with ranks
+    among the pages of two lists, or all below `count`."""
     top = tl.load(best + n, mask=inside, other=float("-inf"))
     share = tl.load(shares + n, mask=inside, other=float("-inf"))
     rank_max = _count_ahead(best, order_key(top), n, by_max, count, BLOCK_R, BLOCK_N)
-    rank_softmax = _count_ahead(shares, order_key(share), n, by_softmax, count, BLOCK_R, BLOCK_N)
-    turn = (-tl.minimum(2 * rank_max, 2 * rank_softmax + 1)).to(tl.float32)
+    rank_share = _count_ahead(shares, order_key(share), n, by_share, count, BLOCK_R, BLOCK_N)
+    turn = (-tl.minimum(EVERY * rank_max, rank_share + rank_share // (EVERY - 1) + 1)).to(tl.float32)
     return tl.where(top == float("inf"), float("inf"), turn)
 
 
@@ -138,6 +141,7 @@ def _mix_kernel(
     N,
     HKV: tl.constexpr,
     S: tl.constexpr,
+    EVERY: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -149,7 +153,7 @@ def _mix_kernel(
     num_used = pages_of(tl.load(seq_lens + row * stride_len), N, S)
     shares = ranked + (row * (2 * HKV) + head) * N
     best = shares + HKV * N
-    turn = _turns(best, shares, n, n < num_used, None, None, num_used, BLOCK_R, BLOCK_N)
+    turn = _turns(best, shares, n, n < num_used, None, None, num_used, EVERY, BLOCK_R, BLOCK_N)
     turn = tl.where(n < num_used, turn, float("-inf"))
     tl.store(scores + row * stride_or + head * stride_oh + n.to(tl.int64) * stride_on, turn, mask=n < N)
 
@@ -165,6 +169,7 @@ def _mix_leaders_kernel(
     N,
     K,
     HKV: tl.constexpr,
+    EVERY: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -175,8 +180,8 @@ def _mix_leaders_kernel(
     head = which % HKV
     n = tl.load(leaders + which * K + i, mask=i < K, other=-1)
     shares = ranked + (row * (2 * HKV) + head) * N
-    by_softmax = leaders + (row * (2 * HKV) + head) * K
-    turn = _turns(shares + HKV * N, shares, n, n >= 0, by_softmax + HKV * K, by_softmax, K, BLOCK_R, BLOCK_N)
+    by_share = leaders + (row * (2 * HKV) + head) * K
+    turn = _turns(shares + HKV * N, shares, n, n >= 0, by_share + HKV * K, by_share, K, EVERY, BLOCK_R, BLOCK_N)
     tl.store(scores + row * stride_or + head * stride_oh + n.to(tl.int64) * stride_on, turn, mask=n >= 0)
 
 
@@ -218,13 +223,14 @@ def reduce_over_group(
     scratch: Scratch,
     leading: Leading | None,
 ) -> None:
-    """Join contiguous head scores [R, HQ, N] into `scores` [R, HKV, N]: "softmax", "root" or "mix".
+    """Join contiguous head scores [R, HQ, N] into `scores` [R, HKV, N] by one of the reductions of whole rows.
 
     With `leading` pages that can't get into its list have one score, below that of all others.
     """
     num_rows, num_heads, num_cells = per_head.shape
     num_kv_heads = scores.shape[1]
-    config, mix = pick("reduce"), group_reduce == "mix"
+    config, mix = pick("reduce"), group_reduce in TURNS
+    by_shares, every = TURNS.get(group_reduce, (group_reduce, 0))
     if leading is not None and not (mix and ranks_leaders(num_cells, leading.width)):
         leading = None
     pieces = scratch_pieces(num_rows, num_heads, num_kv_heads, num_cells, mix)
@@ -256,7 +262,7 @@ def reduce_over_group(
         G=num_heads // num_kv_heads,
         S=page_size,
         MIX=mix,
-        ROOT=group_reduce == "root",
+        ROOT=by_shares == "root",
         BLOCK_N=config["BLOCK_N"],
         num_warps=config.num_warps,
     )
@@ -270,16 +276,23 @@ def reduce_over_group(
             num_cells,
             HKV=num_kv_heads,
             S=page_size,
+            EVERY=every,
             BLOCK_R=config["BLOCK_RANK"],
             BLOCK_N=config["BLOCK_OTHER"],
             num_warps=config.num_warps,
         )
     if leading is not None:
-        _mix_leaders(shares, seq_lens, scores, page_size, leading, scratch)
+        _mix_leaders(shares, seq_lens, scores, page_size, leading, every, scratch)
 
 
 def _mix_leaders(
-    ranked: torch.Tensor, seq_lens: torch.Tensor, scores: torch.Tensor, page_size: int, leading: Leading, scratch: Scratch
+    ranked: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scores: torch.Tensor,
+    page_size: int,
+    leading: Leading,
+    every: int,
+    scratch: Scratch,
 ) -> None:
     """Write the scores of pages that a list can hold; `ranked` is [R, 2 * HKV, N]."""
     num_rows, num_lists, num_cells = ranked.shape
@@ -296,6 +309,7 @@ def _mix_leaders(
         num_cells,
         width,
         HKV=num_lists // 2,
+        EVERY=every,
         BLOCK_R=config["BLOCK_RANK"],
         BLOCK_N=config["BLOCK_OTHER"],
         num_warps=config.num_warps,

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from tsattn.summaries import SUMMARIES, dequantise_statistics, parts_of_full_page, sub_page_slots
+from tsattn.summaries import SUMMARIES, TURNS, dequantise_statistics, parts_of_full_page, sub_page_slots
 
 
 def _head_scores(
@@ -66,13 +66,15 @@ def reduce_group(scores: Tensor, group_reduce: str) -> Tensor:
         return scores.amax(dim=1)
     if group_reduce == "sum":
         return torch.where((scores == math.inf).any(dim=1), math.inf, scores.sum(dim=1))
-    if group_reduce == "root":
-        return _page_softmax(scores).sqrt().sum(dim=1)  # fp64: no share underflows before its root does in fp32
-    shares = _page_softmax(scores).sum(dim=1)
-    if group_reduce == "softmax":
+    by_shares, every = TURNS.get(group_reduce, (group_reduce, 0))
+    shares = _page_softmax(scores)
+    if by_shares == "root":
+        shares = shares.sqrt()  # fp64: no share underflows before its root does in fp32
+    shares = shares.sum(dim=1)
+    if not every:
         return shares
-    best = scores.amax(dim=1)
-    order = torch.minimum(2 * _ranks(best), 2 * _ranks(shares) + 1)
+    best, rank = scores.amax(dim=1), _ranks(shares)
+    order = torch.minimum(every * _ranks(best), rank + rank // (every - 1) + 1)
     return torch.where(best == math.inf, math.inf, -order.to(scores.dtype))
 
 

@@ -30,7 +30,7 @@ fp64); its Triton half in :mod:`tsattn.kernels` may follow.
 from __future__ import annotations
 
 from tsattn.summaries.base import Statistics, Summary, parts_of_full_page, sub_page_slots
-from tsattn.summaries.registry import GROUP_REDUCTIONS, SUMMARIES, WHOLE_ROWS, check_page_size, num_vectors
+from tsattn.summaries.registry import GROUP_REDUCTIONS, SUMMARIES, TURNS, WHOLE_ROWS, check_page_size, num_vectors
 from tsattn.summaries.storage import (
     LEAST_SCALE,
     STATS_DTYPES,
@@ -46,6 +46,7 @@ __all__ = [
     "LEAST_SCALE",
     "STATS_DTYPES",
     "SUMMARIES",
+    "TURNS",
     "WHOLE_ROWS",
     "Statistics",
     "Stored",

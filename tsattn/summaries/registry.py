@@ -8,10 +8,12 @@ from tsattn.summaries.means import MEANS
 from tsattn.summaries.meanvar import MEANVAR
 from tsattn.summaries.minmax import MINMAX
 
-GROUP_REDUCTIONS = ("max", "sum", "softmax", "root", "mix", "none")
-WHOLE_ROWS = ("softmax", "root", "mix")
+GROUP_REDUCTIONS = ("max", "sum", "softmax", "root", "mix", "blend", "none")
+WHOLE_ROWS = ("softmax", "root", "mix", "blend")
 """Group reductions that need the scores of a row's pages all together. What they make of them are shares, or places in an
 order, and no logits."""
+TURNS = {"mix": ("softmax", 2), "blend": ("root", 4)}
+"""Group reductions that take turns: every n-th page is the next best by "max", all others are the next best by the shares."""
 
 SUMMARIES: dict[str, Summary] = {
     "minmax": MINMAX,

@@ -296,6 +296,8 @@ def cases() -> dict[str, Callable[[], None]]:
     add(_score, "means", 1, FP16, FP16, 64, 1, 1, "none", rows=1, cells=1)
     add(_score, "means", 4, BF16, FP32, 256, 64, 5, "softmax")
     add(_score, "means", 2, BF16, INT8, 128, 16, 4, "root")
+    add(_score, "means", 2, BF16, INT8, 128, 16, 4, "blend")
+    add(_score, "means", 2, BF16, INT8, 128, 16, 4, "blend", cells=2048, width=52)
     add(_score, "meanvar", 2, BF16, BF16, 128, 16, 4, "max")
     add(_score, "minmax", 2, BF16, BF16, 128, 16, 71, "max")
     for kind, m in (("means", 1), ("means", 4), ("minmax", 2)):

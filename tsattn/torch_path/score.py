@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import max_pool1d
 
-from tsattn.summaries import SUMMARIES, parts_of_full_page, sub_page_slots
+from tsattn.summaries import SUMMARIES, TURNS, parts_of_full_page, sub_page_slots
 from tsattn.torch_path.blocks import RowPages, pieces, row_pages, stats_blocks
 from tsattn.torch_path.select import packed
 
@@ -104,16 +104,16 @@ def _group_shares(scores: Tensor) -> tuple[Tensor, bool]:
     return _page_softmax(scores).sum(dim=1), False
 
 
-def _group_roots(scores: Tensor) -> Tensor:
-    """Square roots of the softmax over the pages, added up over the heads, [H, G, P] -> [H, P]."""
+def _group_roots(scores: Tensor) -> tuple[Tensor, bool]:
+    """Square roots of the softmax over the pages, added up over the heads, [H, G, P] -> [H, P]; as :func:`_group_shares`."""
     # The root of exp, not of the share, which is 0 long before.
     roots = torch.log_softmax(scores, dim=-1).mul_(0.5).exp_().sum(dim=1)
     if math.isfinite(float(roots.sum())):
-        return roots
+        return roots, True
     unbounded = scores == math.inf
     finite = torch.log_softmax(scores.masked_fill(unbounded, -math.inf), dim=-1)
     finite = finite.nan_to_num_(nan=-math.inf)  # a head without a finite score
-    return finite.mul_(0.5).exp_().masked_fill_(unbounded, math.inf).sum(dim=1)
+    return finite.mul_(0.5).exp_().masked_fill_(unbounded, math.inf).sum(dim=1), False
 
 
 def _places(scores: Tensor, leading: int) -> Tensor:
@@ -150,14 +150,14 @@ def _reduce_group(scores: Tensor, group_reduce: str, leading: int) -> Tensor:
         return scores.flatten(0, 1)
     if group_reduce == "sum":
         return _bounded(scores.sum(dim=1))  # nan: +inf and -inf met; the page is unbounded for one head
-    if group_reduce == "root":
-        return _group_roots(scores)
-    shares, bounded = _group_shares(scores)
-    if group_reduce == "softmax":
+    by_shares, every = TURNS.get(group_reduce, (group_reduce, 0))
+    shares, bounded = (_group_roots if by_shares == "root" else _group_shares)(scores)
+    if not every:
         return shares
     best = scores.amax(dim=1)
-    by_max, by_share = _places(torch.stack((best, shares)), leading).mul_(2)
-    turns = torch.minimum(by_max, by_share.add_(1)).neg_().to(scores.dtype)
+    by_max, by_share = _places(torch.stack((best, shares)), leading)
+    by_share = by_share + by_share // (every - 1) + 1
+    turns = torch.minimum(by_max.mul_(every), by_share).neg_().to(scores.dtype)
     return turns if bounded else turns.masked_fill_(best == math.inf, math.inf)
 
 
@@ -176,7 +176,7 @@ def score_row(
     page_stats_weight: Tensor | None,
     leading: int | None = None,
 ) -> Tensor:
-    """Scores [H, P] of one row's pages; q [HQ, D]. With ``leading`` scores of "mix" are settled for so many best pages only."""
+    """Scores [H, P] of one row's pages; q [HQ, D]. With ``leading`` turns are settled for so many best pages only."""
     grouped = q.float().reshape(page_stats.shape[1], -1, q.shape[1])  # [HKV, G, D]
     stored = page_stats, page_stats_scale, page_stats_weight
     per_head = _head_scores(grouped, *stored, row, length, page_size, kind, box_scale, softmax_scale)
