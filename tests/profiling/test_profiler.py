@@ -291,6 +291,20 @@ def test_files(tmp_path):
     assert all(line.count("|") == 13 for line in lines)
 
 
+def test_a_cache_that_has_the_ids_of_a_freed_one_is_looked_at_anew():
+    cache, seqs = new_cache()
+    with Profiler() as alone:
+        cache.sparse_decode(seqs, torch.ones(1, HEADS * GROUP, DIM), config=CONFIG)
+    freed = torch.zeros(7, 3, 2, 5, dtype=torch.int8)
+    with Profiler() as profile:
+        for tensor in (cache.k_cache, cache.page_stats):
+            profile._recorder._look_at(freed)
+            profile._recorder._pools[id(tensor)] = profile._recorder._pools.pop(id(freed))
+        cache.sparse_decode(seqs, torch.ones(1, HEADS * GROUP, DIM), config=CONFIG)
+    del freed
+    assert [row["bytes"] for row in profile.rows] == [row["bytes"] for row in alone.rows]
+
+
 def test_an_empty_profile_is_empty(tmp_path):
     with Profiler() as profile:
         pass

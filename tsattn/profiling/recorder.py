@@ -7,6 +7,7 @@ per stage, copies of three small tensors per step and layer, and some attributes
 from __future__ import annotations
 
 import functools
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,6 +23,9 @@ from tsattn.profiling.clock import cuda_moment, host_moment
 from tsattn.profiling.order import UNTOLD, Order
 
 Tensors = tuple[Tensor | None, ...]
+Pool = tuple[Callable[[], Any], tuple[tuple[int, ...], torch.dtype] | None, int | None]
+"""A tensor that stays the same from step to step: a weak reference, its shape and type, its address."""
+_NO_POOL: Pool = (lambda: None, None, None)
 _PLACES = {
     "append": {"k": 0, "k_cache": 2, "page_stats": 4},
     "rebuild": {"k_cache": 0, "page_stats": 1, "page_table": 2, "seq_lens": 3},
@@ -35,6 +39,7 @@ _PLACES = {
 _READ = ("k_cache", "page_stats", "seq_lens", "page_ids", "page_counts")
 _FEW = 256
 """Numbers that a list holds as well."""
+_NO_COPIES = (None, None, None)
 
 
 def _reader_of(places: dict[str, int]) -> Callable[[Tensors], Tensors]:
@@ -127,15 +132,20 @@ class Call:
         return None if self.copies[1] is None else as_tensor(self.copies[2])
 
 
-def copy_of(tensor: Tensor | None) -> Any:
+_cloned, _listed = torch.Tensor.clone, torch.Tensor.tolist
+
+
+def copies_of(lengths: Tensor, page_ids: Tensor | None, page_counts: Tensor | None) -> tuple[Any, Any, Any]:
     """What :func:`as_tensor` gives back; a few numbers are copied to a list in a fraction of the time."""
-    if tensor is None:
-        return None
-    return tensor.clone() if tensor.is_cuda or not 0 < tensor.numel() <= _FEW else tensor.tolist()
+    most = lengths if page_ids is None else page_ids
+    copy = _cloned if most.is_cuda or not 0 < most.numel() <= _FEW else _listed
+    if page_ids is None or page_counts is None:
+        return copy(lengths), None, None
+    return copy(lengths), copy(page_ids), copy(page_counts)
 
 
 def as_tensor(copy: Any) -> Tensor | None:
-    """Integers that :func:`copy_of` has copied."""
+    """Integers that :func:`copies_of` has copied."""
     return torch.tensor(copy) if isinstance(copy, list) else copy
 
 
@@ -150,6 +160,7 @@ class Recorder:
         self._thread = get_ident()
         self._seen: list[tuple[Any, ...]] = []  # calls to be
         self._calls: list[Call] = []
+        self._pools = {id(None): _NO_POOL}
         self._order = Order()
         self._attended: Counter[int] = Counter()
         self._told = UNTOLD
@@ -190,17 +201,21 @@ class Recorder:
             return
         self._moments.append(("", self._now()))
         (stage, impl, tensors, options), self._open, self._now = self._open, None, None
-        k_cache, page_stats, *listed = _READERS[stage](tensors)
-        is_second, self._is_again = self._is_again, False
         first = tensors[0]
-        assert first is not None
+        k_cache, page_stats, lengths, page_ids, page_counts = _READERS[stage](tensors)
+        pool = self._pools.get(id(k_cache))
+        if pool is None or pool[0]() is not k_cache:
+            pool = self._look_at(k_cache)
+        kept = self._pools.get(id(page_stats))
+        if kept is None or kept[0]() is not page_stats:
+            kept = self._look_at(page_stats)
         option = options.get
         facts = (
             stage,
-            first.shape,
-            None if k_cache is None else (k_cache.shape, k_cache.dtype),
-            None if page_stats is None else (page_stats.shape, page_stats.dtype),
-            first.dtype,
+            first.shape,  # type: ignore[union-attr]  # never optional
+            pool[1],
+            kept[1],
+            first.dtype,  # type: ignore[union-attr]
             option("top_p"),
             option("refine_pages"),
             option("window"),
@@ -208,11 +223,18 @@ class Recorder:
             option("page_stats_scale") is not None,
             option("page_stats_weight") is not None,
         )
-        anchors = None if k_cache is None else k_cache.data_ptr(), None if page_stats is None else page_stats.data_ptr()
-        copies = copy_of(listed[0]), copy_of(listed[1]), copy_of(listed[2])
-        self._seen.append((facts, impl, self._told, anchors, self._moments, copies, is_second))
+        copies = _NO_COPIES if lengths is None else copies_of(lengths, page_ids, page_counts)
+        self._seen.append((facts, impl, self._told, (pool[2], kept[2]), self._moments, copies, self._is_again))
+        self._is_again = False
         if self.attention_every:
             self._observe(tensors, options)
+
+    def _look_at(self, tensor: Tensor | None) -> Pool:
+        """Remember a tensor by its id, which another one may have when it is freed."""
+        assert tensor is not None  # None is known from the start
+        pool = weakref.ref(tensor), (tensor.shape, tensor.dtype), tensor.data_ptr()
+        self._pools[id(tensor)] = pool
+        return pool
 
     def settled(self) -> list[Call]:
         """The calls so far, with their layers and steps."""
