@@ -80,10 +80,10 @@ def summaries() -> list[Spec]:
 
 
 def budgets() -> list[Spec]:
-    """Budgets of a few summaries, sharing a list by max, mix and blend; the paper's setting."""
+    """Budgets of a few summaries, sharing a list by max and by mix; the paper's setting."""
     found = [
         spec(f"{name}, {reduce}, {budget}", f"{SUMMARIES[name]},reduce={reduce},budget={budget}")
-        for name, reduce, budget in product(FEW[:3], ("max", "mix", "blend"), BUDGETS)
+        for name, reduce, budget in product(FEW[:3], ("max", "mix"), BUDGETS)
     ]
     return [*found, *(spec(f"paper, {budget}", f"budget={budget}", "paper") for budget in BUDGETS)]
 

@@ -32,7 +32,9 @@ def test_policies_have_labels_of_their_own(name):
         spec.policy()
 
 
-@pytest.mark.parametrize("tasks", [quality.usual_tasks, quality.default_tasks, quality.proof_tasks, quality.twelfth_tasks])
+@pytest.mark.parametrize(
+    "tasks", [quality.usual_tasks, quality.default_tasks, quality.proof_tasks, quality.twelfth_tasks, quality.fresh_tasks]
+)
 def test_tasks_have_their_lengths_and_differ(tasks):
     made = tasks(Loaded, TEXT)
     assert all(len(task.context) == task.about["context"] for task in made)
