@@ -12,10 +12,7 @@ import torch
 from tsattn.summaries import GROUP_REDUCTIONS, STATS_DTYPES, SUMMARIES, WHOLE_ROWS, check_page_size, num_vectors
 
 PLANS = ("auto", "separate", "two", "ticket", "row")
-FEW_PAGES = 32
-"""Lists shorter than this are shared by "mix" where nothing is written: "blend" has few places for what one head wants."""
-
-_UNWRITTEN = {word: bytes(word, "ascii").decode() for word in ("blend", "mix", "max")}
+_UNWRITTEN = {word: bytes(word, "ascii").decode() for word in ("blend", "max")}
 """Values of ``group_reduce`` that nobody wrote. They are equal to the written words and told from them by identity, so that a
 copy with other fields (``dataclasses.replace``) chooses anew; to all others they are plain strings."""
 
@@ -47,7 +44,7 @@ class SparseConfig:
         TinyServe; a smaller X bounds nothing.
     group_reduce : {"blend", "mix", "root", "softmax", "max", "sum", "none"}
         How the query heads of one KV head share a list of pages, see :func:`tsattn.score_pages`; ``"none"`` selects per query
-        head. Where it isn't given it is "blend", with lists of fewer than 32 pages "mix", but "max" with what can't rank
+        head. Where it isn't given it is "blend", but "max" with what can't rank
         whole rows of scores (``top_p`` below 1, ``refine_pages``, a fused ``plan``) and for kind "minmax", whose "max" bounds.
     stats_dtype : torch.dtype or None
         Storage of the page statistics; None is the dtype of the keys. ``torch.int8`` keeps codes with one fp32 scale per
@@ -132,8 +129,7 @@ class SparseConfig:
             if getattr(self, name) not in allowed:
                 raise ValueError(f"SparseConfig.{name} must be one of {allowed}, got {getattr(self, name)!r}")
         if not self._wrote_reduction:
-            few = "mix" if self.pages_kept < FEW_PAGES else "blend"
-            object.__setattr__(self, "group_reduce", _UNWRITTEN["max" if self._ranks_page_by_page() else few])
+            object.__setattr__(self, "group_reduce", _UNWRITTEN["max" if self._ranks_page_by_page() else "blend"])
         num_vectors(self.kind, self.parts)
         check_page_size(self.kind, self.page_size)
         if isinstance(self.box_scale, bool) or not isinstance(self.box_scale, int | float):
@@ -189,7 +185,7 @@ class SparseConfig:
             raise TypeError(f"SparseConfig.top_p must be a float, got {self.top_p!r}")
         if not 0.0 < self.top_p <= 1.0:
             raise ValueError(f"SparseConfig.top_p must be in (0, 1], got {self.top_p!r}")
-        if self.group_reduce in WHOLE_ROWS and (self.mass is not None or self._wrote_reduction):
+        if self.group_reduce in WHOLE_ROWS and self.mass is not None:
             raise ValueError(
                 f"SparseConfig.top_p adds up exp(score), but the scores of group_reduce={self.group_reduce!r} are no logits"
             )
@@ -253,9 +249,7 @@ class SparseConfig:
         """The configuration of one layer: with its budget, and without those of others."""
         if not self.layer_budgets:
             return self
-        own = replace(self, token_budget=dict(self.layer_budgets).get(layer, self.token_budget), layer_budgets=())
-        object.__setattr__(own, "group_reduce", self.group_reduce)  # whatever the layer's budget: all layers share alike
-        return own
+        return replace(self, token_budget=dict(self.layer_budgets).get(layer, self.token_budget), layer_budgets=())
 
     @property
     def vectors(self) -> int:

@@ -4,7 +4,7 @@ The tests compare each function with counts taken in the interpreter (:mod:`tsat
 lanes of one load that share an address count once. Tensors are named as the kernels name them; scratch is
 
     per_head, head_lse    scores of the query heads, and their log-sum-exp
-    shares                what "mix" makes of them: shares of softmax, and the maxima
+    shares                what "mix" and "blend" make of them: shares or their roots, and the maxima
     keep, chosen                        pages for a mass, candidates of the chunks
     physical, tokens                    a list as physical pages, and how many tokens it has
     counters                            by which programs of a fused plan find out who is the last
@@ -140,7 +140,7 @@ class Leading:
 
 
 def _reduce_row(layer: Layer, length: int, cells: int, tiles: Tiles, mix: bool, leading: Leading | None, rounds: int) -> Cost:
-    """Joining scores [HQ, N] of one row into [HKV, N]: log-sum-exp, shares, and for mix the ranks, found by counting."""
+    """Joining scores [HQ, N] of one row into [HKV, N]: log-sum-exp, shares, and for turns the ranks, found by counting."""
     used, group = layer.pages(length), layer.group
     shares = cdiv(cells, tiles.BLOCK_N)
     reads = {

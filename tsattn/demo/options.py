@@ -13,7 +13,7 @@ from tsattn.evaluation.options import DTYPES, check_model, check_writable, numbe
 from tsattn.summaries import GROUP_REDUCTIONS, SUMMARIES
 
 _BUDGET = 256
-_DEFAULTS = SparseConfig(token_budget=_BUDGET)
+_DEFAULTS = SparseConfig()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -9,7 +9,7 @@ With s[h, n] the scores of the G query heads of one KV head, all of them over th
               ascending): the first K pages take turns from both rankings
     blend     score[n] = -min(4 * rank_max[n], rank_root[n] + rank_root[n] // 3 + 1): every fourth page from "max"
 
-    per_head fp32 [R, HQ, N]    scores fp32 [R, HKV, N]    ranked fp32 [R, 2 * HKV, N]: shares of softmax, then maxima
+    per_head fp32 [R, HQ, N]    scores fp32 [R, HKV, N]    ranked fp32 [R, 2 * HKV, N]: shares or their roots, then maxima
 
 Grids on axis x: one program per (row, query head) for lse, one per (row, KV head, tile of pages) for the rest. Ranks are
 found by counting, which needs no sort and gives the tie order for nothing. Among all pages that is quadratic in N. A list of
