@@ -80,10 +80,10 @@ def summaries() -> list[Spec]:
 
 
 def budgets() -> list[Spec]:
-    """Budgets of a few summaries, sharing a list by max and by mix; the paper's setting."""
+    """Budgets of a few summaries, sharing a list by max, mix and blend; the paper's setting."""
     found = [
         spec(f"{name}, {reduce}, {budget}", f"{SUMMARIES[name]},reduce={reduce},budget={budget}")
-        for name, reduce, budget in product(FEW[:3], ("max", "mix"), BUDGETS)
+        for name, reduce, budget in product(FEW[:3], ("max", "mix", "blend"), BUDGETS)
     ]
     return [*found, *(spec(f"paper, {budget}", f"budget={budget}", "paper") for budget in BUDGETS)]
 
@@ -184,12 +184,10 @@ def proof_tasks(loaded: Any, paragraphs: list[str]) -> list[Task]:
 
 
 def twelfth() -> list[Spec]:
-    """What a twelfth of the bytes at 16K buys: one mean or halves, shared in five ways; 640 tokens beside them."""
+    """What a twelfth of the bytes at 16K buys: one mean or halves, shared in four ways; 640 tokens beside them."""
     found = [
         spec(f"{name}, {reduce}, {budget}", f"{SUMMARIES[name]},reduce={reduce},budget={budget}")
-        for (name, budget), reduce in product(
-            (("mean int8", 1088), ("halves int8", 832)), ("max", "mix", "softmax", "root", "blend")
-        )
+        for (name, budget), reduce in product((("mean int8", 1088), ("halves int8", 832)), ("max", "mix", "softmax", "root"))
     ]
     found.append(spec("halves int8, max, 640", f"{SUMMARIES['halves int8']},reduce=max,budget=640"))
     return [*found, spec("oracle max, 1344", "budget=1344,reduce=max", "oracle-max")]
