@@ -12,7 +12,7 @@ import torch
 from tsattn.summaries import GROUP_REDUCTIONS, STATS_DTYPES, SUMMARIES, WHOLE_ROWS, check_page_size, num_vectors
 
 PLANS = ("auto", "separate", "two", "ticket", "row")
-_UNWRITTEN = {word: bytes(word, "ascii").decode() for word in ("blend", "max")}
+_UNWRITTEN = {word: bytes(word, "ascii").decode() for word in ("blend", "mix", "max")}
 """Values of ``group_reduce`` that nobody wrote. They are equal to the written words and told from them by identity, so that a
 copy with other fields (``dataclasses.replace``) chooses anew; to all others they are plain strings."""
 
@@ -44,7 +44,7 @@ class SparseConfig:
         TinyServe; a smaller X bounds nothing.
     group_reduce : {"blend", "mix", "root", "softmax", "max", "sum", "none"}
         How the query heads of one KV head share a list of pages, see :func:`tsattn.score_pages`; ``"none"`` selects per query
-        head. Where it isn't given it is "blend", but "max" with what can't rank
+        head. Where it isn't given it is "blend", with one mean per page "mix", but "max" with what can't rank
         whole rows of scores (``top_p`` below 1, ``refine_pages``, a fused ``plan``) and for kind "minmax", whose "max" bounds.
     stats_dtype : torch.dtype or None
         Storage of the page statistics; None is the dtype of the keys. ``torch.int8`` keeps codes with one fp32 scale per
@@ -128,9 +128,9 @@ class SparseConfig:
         for name, allowed in (("kind", tuple(SUMMARIES)), ("group_reduce", GROUP_REDUCTIONS), ("plan", PLANS)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"SparseConfig.{name} must be one of {allowed}, got {getattr(self, name)!r}")
-        if not self._wrote_reduction:
-            object.__setattr__(self, "group_reduce", _UNWRITTEN["max" if self._ranks_page_by_page() else "blend"])
         num_vectors(self.kind, self.parts)
+        if not self._wrote_reduction:
+            object.__setattr__(self, "group_reduce", _UNWRITTEN[self._usual_reduction()])
         check_page_size(self.kind, self.page_size)
         if isinstance(self.box_scale, bool) or not isinstance(self.box_scale, int | float):
             raise TypeError(f"SparseConfig.box_scale must be a float, got {self.box_scale!r}")
@@ -150,6 +150,14 @@ class SparseConfig:
     @property
     def _wrote_reduction(self) -> bool:
         return not any(self.group_reduce is word for word in _UNWRITTEN.values())
+
+    def _usual_reduction(self) -> str:
+        """What ``group_reduce`` is where nobody wrote it."""
+        if self._ranks_page_by_page():
+            return "max"
+        # One mean ranks too roughly to give the heads' joint wishes three places of four (docs/quality.md, "How many tokens").
+        has_several_means = self.kind == "centroids" or (self.kind == "means" and self.parts > 1)
+        return "blend" if has_several_means else "mix"
 
     def _ranks_page_by_page(self) -> bool:
         """Whether whole rows of scores can't be ranked, or would lose a bound."""

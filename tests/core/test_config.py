@@ -43,6 +43,19 @@ def test_a_reduction_that_nobody_wrote_suits_what_was_written(options):
     assert SparseConfig.from_dict(json.loads(json.dumps(no_limit.as_dict()))) == no_limit
 
 
+def test_one_mean_per_page_shares_lists_by_turns():
+    for options, reduce in (
+        ({"parts": 1}, "mix"),
+        ({"kind": "meanvar"}, "mix"),
+        ({"parts": 4}, "blend"),
+        ({"kind": "centroids"}, "blend"),
+    ):
+        config = SparseConfig(**options)
+        assert config.group_reduce == reduce
+        assert dataclasses.replace(config, kind="means", parts=2) == SparseConfig()
+        assert SparseConfig(group_reduce="root", **options).group_reduce == "root"
+
+
 def test_a_reduction_that_was_written_stays():
     assert dataclasses.replace(SparseConfig(group_reduce="max"), parts=4).group_reduce == "max"
     assert dataclasses.replace(SparseConfig(group_reduce="mix"), kind="minmax").group_reduce == "mix"
