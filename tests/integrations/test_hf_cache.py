@@ -353,6 +353,7 @@ def test_int8_statistics_are_written_and_read(how):
     assert_same_bits(pool.page_stats_scale[used], scale[used])
     if not how.get("num_beams"):  # beams are put in order once more after the last step
         ranking = {"page_size": 4, "kind": "means", "page_stats_scale": scale, "softmax_scale": trace.softmax_scale}
+        ranking["group_reduce"] = config.group_reduce
         scores = tsattn.score_pages(trace.query, stats, table, lens, **ranking)
         expected = tsattn.select_pages(scores, lens, page_size=4, budget=16)
         assert torch.equal(trace.selection.page_ids, expected.page_ids)

@@ -43,6 +43,7 @@ def test_pages_hold_centroids_under_the_metric(how, stats_dtype):
     if not how.get("num_beams"):  # beams are put in order once more after the last step
         trace = next(t for t in reversed(handle.traces) if t.layer == 1)
         ranking = {"page_size": 4, "kind": "centroids", "softmax_scale": trace.softmax_scale, **numbers}
+        ranking["group_reduce"] = config.group_reduce
         scores = tsattn.score_pages(trace.query, stats, table, lens, **ranking)
         expected = tsattn.select_pages(scores, lens, page_size=4, budget=16)
         assert torch.equal(trace.selection.page_ids, expected.page_ids)
