@@ -11,6 +11,23 @@ from tsattn.testing import assert_close, assert_same_bits, make_case
 from tsattn.tuning import space
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+KINDS_AND_REDUCTIONS = [
+    ("minmax", "max"),
+    ("means", "sum"),
+    ("meanvar", "softmax"),
+    ("means", "root"),
+    ("means", "mix"),
+    ("meanvar", "blend"),
+    ("minmax", "none"),
+]
+IN_TILES = [
+    ("max", "means"),
+    ("softmax", "minmax"),
+    ("root", "means"),
+    ("mix", "meanvar"),
+    ("blend", "means"),
+    ("none", "means"),
+]
 
 
 def score(case, module=kernels, *, reduce="max", box=1.0, dtype=FP32, scale=None, q=None):
@@ -98,18 +115,7 @@ def test_box_scale_may_differ_by_head_and_have_a_stride():
     assert_same_bits(by_tensor[:, 1], score(case, box=1.0)[:, 1])
 
 
-@pytest.mark.parametrize(
-    "kind, reduce",
-    [
-        ("minmax", "max"),
-        ("means", "sum"),
-        ("meanvar", "softmax"),
-        ("means", "root"),
-        ("means", "mix"),
-        ("meanvar", "blend"),
-        ("minmax", "none"),
-    ],
-)
+@pytest.mark.parametrize("kind, reduce", KINDS_AND_REDUCTIONS)
 def test_page_with_a_non_finite_statistic_is_unbounded(kind, reduce):
     case = make_case((16 * 8, 16 * 8), group=2, kind=kind)
     clean = score(case, reduce=reduce)
@@ -133,10 +139,7 @@ def test_pages_of_keys_at_minus_infinity_rank_last_but_count():
     assert_scores_agree(case)
 
 
-@pytest.mark.parametrize(
-    "reduce, kind",
-    [("max", "means"), ("softmax", "minmax"), ("root", "means"), ("mix", "meanvar"), ("blend", "means"), ("none", "means")],
-)
+@pytest.mark.parametrize("reduce, kind", IN_TILES)
 def test_tiles_of_pages_do_not_show(reduce, kind):
     """Rows end before, inside and after a tile."""
     case = make_case((16 * 40 + 3, 16 * 16, 5, 0), group=3, kind=kind)

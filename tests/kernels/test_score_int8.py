@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.kernels.int8_statistics import dequantised, int8_case
-from tests.kernels.test_score import score
+from tests.kernels.test_score import IN_TILES, KINDS_AND_REDUCTIONS, score
 from tsattn import reference, torch_path
 from tsattn.kernels import score_pages
 from tsattn.summaries import TURNS
@@ -101,18 +101,7 @@ def test_box_scale_may_differ_by_head():
     assert_same_bits(by_tensor[:, 0], ours(case, scales, box=0.25)[:, 0])
 
 
-@pytest.mark.parametrize(
-    "kind, reduce",
-    [
-        ("minmax", "max"),
-        ("means", "sum"),
-        ("meanvar", "softmax"),
-        ("means", "root"),
-        ("means", "mix"),
-        ("meanvar", "blend"),
-        ("minmax", "none"),
-    ],
-)
+@pytest.mark.parametrize("kind, reduce", KINDS_AND_REDUCTIONS)
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_page_with_a_scale_that_is_not_finite_is_unbounded(kind, reduce, value):
     case, scales = int8_case((16 * 8, 16 * 8), group=2, kind=kind)
@@ -139,10 +128,7 @@ def test_empty_sub_pages_do_not_count():
     assert_same_bits(ours(case, scales), clean)
 
 
-@pytest.mark.parametrize(
-    "reduce, kind",
-    [("max", "means"), ("softmax", "minmax"), ("root", "means"), ("mix", "meanvar"), ("blend", "means"), ("none", "means")],
-)
+@pytest.mark.parametrize("reduce, kind", IN_TILES)
 def test_tiles_of_pages_do_not_show(reduce, kind):
     case, scales = int8_case((16 * 40 + 3, 16 * 16, 5, 0), group=3, kind=kind)
     whole = ours(case, scales, reduce=reduce)

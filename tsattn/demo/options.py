@@ -12,8 +12,8 @@ from tsattn import SparseConfig
 from tsattn.evaluation.options import DTYPES, check_model, check_writable, number, positive, whole
 from tsattn.summaries import GROUP_REDUCTIONS, SUMMARIES
 
-_BUDGET = 256
 _DEFAULTS = SparseConfig()
+_BUDGET = 256
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
