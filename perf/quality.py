@@ -44,6 +44,8 @@ SUMMARIES = {
     "box X=0": "kind=minmax,box_scale=0,dtype=None",
 }
 REDUCTIONS = ("max", "mix", "softmax", "none")
+WAYS = ("max", "mix", "softmax", "root", "blend")
+"""To share a list."""
 BUDGETS = (128, 256, 512, 768, 1024, 2048)
 PAGE_SIZES = (4, 8, 16, 32, 64)
 RECENT = (1, 2, 4, 8, 16)
@@ -184,12 +186,19 @@ def proof_tasks(loaded: Any, paragraphs: list[str]) -> list[Task]:
 
 
 def twelfth() -> list[Spec]:
-    """What a twelfth of the bytes at 16K buys: one mean or halves, shared in four ways; 640 tokens beside them."""
+    """What a twelfth of the bytes at 16K buys: one mean or halves, shared in five ways; 640 tokens, and quarters on two levels beside them."""
     found = [
         spec(f"{name}, {reduce}, {budget}", f"{SUMMARIES[name]},reduce={reduce},budget={budget}")
-        for (name, budget), reduce in product((("mean int8", 1088), ("halves int8", 832)), ("max", "mix", "softmax", "root"))
+        for (name, budget), reduce in product((("mean int8", 1088), ("halves int8", 832)), WAYS)
     ]
     found.append(spec("halves int8, max, 640", f"{SUMMARIES['halves int8']},reduce=max,budget=640"))
+    found += [
+        spec(
+            f"quarters int8, 192 refined, {reduce}, 832",
+            f"{SUMMARIES['quarters int8']},refine_pages=192,reduce={reduce},budget=832",
+        )
+        for reduce in ("mix", "blend")
+    ]
     return [*found, spec("oracle max, 1344", "budget=1344,reduce=max", "oracle-max")]
 
 
@@ -271,7 +280,7 @@ def sweep(name: str, loaded: Any, paragraphs: list[str], out: Path) -> None:
 
 def equal_bytes(context: int) -> list[Spec]:
     """The defaults, also with lists shared by mix and root; oracle and random with as many bytes; the paper's setting with the
-    same budget, and with half of it."""
+    same budget, with half of it, and with as many bytes."""
     config = SparseConfig()
     layer = layer_of(config, 4, 1, 256)
     tokens = config.token_budget + round(sum(layer.statistics(layer.pages(context)).values()) / layer.token)
@@ -281,6 +290,7 @@ def equal_bytes(context: int) -> list[Spec]:
         spec("tsattn, root", "reduce=root"),
         spec("paper", f"budget={config.token_budget}", "paper"),
         spec("paper, half the budget", f"budget={config.token_budget // 2}", "paper"),
+        spec("paper, equal bytes", f"budget={PAPER_BUDGETS[context]}", "paper"),
         spec("random, equal bytes", f"budget={tokens},reduce=max", "random"),
         spec("oracle, equal bytes", f"budget={tokens},reduce=max", "oracle-max"),
     ]

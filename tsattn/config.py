@@ -72,8 +72,7 @@ class SparseConfig:
     refine_pages : int, optional
         Score on two levels: all pages by a coarse summary, one int8 mean per page and KV head, then the best ``refine_pages``
         of them, forced pages included, by ``kind``; the list is chosen among those. At least as many as a list holds. Needs
-        ``coarse_stats`` beside the statistics. Not with ``group_reduce`` "softmax", "root", "mix" or
-        "blend", nor with ``reselect_every``; only the plan "separate" can do it.
+        ``coarse_stats`` beside the statistics. Not with ``reselect_every``; only the plan "separate" can do it.
 
     Raises
     ------
@@ -199,7 +198,7 @@ class SparseConfig:
             )
 
     def _check_refine(self) -> None:
-        """Enough candidates for the longest list, scores that single pages have, and nothing remembered of older steps."""
+        """Enough candidates for the longest list, and nothing remembered of older steps."""
         if self.refine_pages is None:
             return
         _integer("refine_pages", self.refine_pages, 1)
@@ -208,10 +207,6 @@ class SparseConfig:
             raise ValueError(
                 f"SparseConfig.refine_pages must be at least the {-(-tokens // self.page_size)} pages that a list may hold, "
                 f"got {self.refine_pages}"
-            )
-        if self.group_reduce in WHOLE_ROWS:
-            raise ValueError(
-                f"SparseConfig.refine_pages can't rank by group_reduce={self.group_reduce!r}, which needs all pages"
             )
         if self.reselect_every > 1:
             raise ValueError(

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from tsattn.cost import Cost, Layer, cdiv
-from tsattn.cost_kernels import DEFAULT_TILES, I32, Tiles, score, select
+from tsattn.cost_kernels import DEFAULT_TILES, I32, Leading, Tiles, score, select
 
 BLOCK_K = 256
 """List entries that a program translates."""
@@ -60,8 +60,9 @@ def refined_lists(
     """
     forced: dict[str, Any] = {"sink_pages": sink_pages, "recent_pages": recent_pages}
     coarse = replace(layer, kind="means", vectors=1, stats_size=1)
-    cost = _renamed(score(coarse, lengths, cells, tiles, reduce=reduce), _COARSE)
     most = min(refine_pages, cells)
+    leading = Leading(most, sink_pages, recent_pages), Leading(width, sink_pages, recent_pages)
+    cost = _renamed(score(coarse, lengths, cells, tiles, reduce=reduce, leading=leading[0]), _COARSE)
     cost += _renamed(select(layer, lengths, cells, most, tiles, **forced), _CHOSEN)
     flat = replace(layer, heads_q=layer.heads_q // layer.lists, heads_kv=1, per_query_head=False)
     tokens = []
@@ -73,7 +74,8 @@ def refined_lists(
         writes = {"flat_table": count, "flat_lens": 1}
         cost += _words(reads, writes) * layer.lists
     rows = [inside for inside in tokens for _ in range(layer.lists)]
-    cost += _renamed(score(flat, rows, most, tiles, reduce="max" if reduce == "none" else reduce), _FLAT)
+    own = "max" if reduce == "none" else reduce
+    cost += _renamed(score(flat, rows, most, tiles, reduce=own, leading=leading[1]), _FLAT)
     chosen = select(layer, tokens, most, width, tiles, budgets=budgets, kept=kept, top_p=top_p, **forced)
     cost += _renamed(chosen, _FLAT)
     for r, inside in enumerate(tokens):

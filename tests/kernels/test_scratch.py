@@ -1,5 +1,7 @@
 """Scratch of the launchers: pieces of one buffer, whose size is known beforehand and exactly enough."""
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -99,8 +101,11 @@ def test_scratch_bytes_is_exactly_enough(lengths, width, reduce, neediest):
     assert short == {neediest}
 
 
-@pytest.mark.parametrize("reduce", ["max", "none"])
-@pytest.mark.parametrize("options", [{"top_p": 0.6}, {"refine_pages": 8}, {"refine_pages": 6, "top_p": 0.6}], ids=str)
+SELECTIONS = [{"top_p": 0.6}, {"refine_pages": 8}, {"refine_pages": 6, "top_p": 0.6}]
+REDUCED = [*product(SELECTIONS, ["max", "none"]), *product(SELECTIONS[1:2], ["root", "mix"])]
+
+
+@pytest.mark.parametrize(("options", "reduce"), REDUCED, ids=str)
 def test_so_it_is_with_a_mass_and_with_candidates(options, reduce):
     case = make_case((150,), heads_kv=1, group=2, dim=32)
     sizes = {"refine_pages": options.get("refine_pages"), "top_p": "top_p" in options}

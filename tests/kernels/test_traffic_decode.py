@@ -23,6 +23,8 @@ from .traffic_world import (
     decode,
     inputs,
     layer_of,
+    names_of_whole_rows,
+    renamed,
     search_rounds,
     table_of_pages,
     tiles_in_force,
@@ -83,16 +85,7 @@ def model(case, config, **options):
         reduce=config.group_reduce,
         box_scale=config.box_scale,
     )
-    if config.group_reduce not in WHOLE_ROWS:
-        return expected
-    names = {"per_head": "scores", "head_lse": "lse of heads"} | (
-        {"scores": "shares"} if config.group_reduce in ("softmax", "root") else {}
-    )
-    renamed = cost.Cost()
-    for field in ("read", "written"):
-        for name, size in getattr(expected, field).items():
-            renamed += cost.Cost(**{field: {names.get(name, name): size}})
-    return renamed
+    return renamed(expected, names_of_whole_rows(config.group_reduce))
 
 
 def assert_as_the_model_says(t, case, config, **options):

@@ -6,6 +6,7 @@ import torch
 import tsattn
 from tsattn import cost, cost_plans
 from tsattn.testing.traffic import Traffic
+from tsattn.tuning import space
 
 from .traffic_world import (
     BF16,
@@ -17,6 +18,8 @@ from .traffic_world import (
     decode,
     inputs,
     layer_of,
+    names_of_whole_rows,
+    renamed,
     table_of_pages,
     tiles_in_force,
     traffic_case,
@@ -32,12 +35,22 @@ CASES = [
     ({"dtype": FP32, "dim": 32, "group": 2, "kind": "minmax"}, {"refine_pages": 7, "group_reduce": "none"}),
     ({"dtype": BF16, "dim": 64, "heads_kv": 1, "kind": "minmax"}, {"refine_pages": 6, "sink_pages": 3}),
     ({"dtype": BF16, "dim": 64, "heads_kv": 3, "group": 1}, {"refine_pages": 200}),
+    ({"dtype": BF16, "dim": 64}, {"refine_pages": 9, "group_reduce": "root"}),
+    ({"dtype": FP32, "dim": 32, "heads_kv": 1, "group": 3}, {"refine_pages": 10, "group_reduce": "blend"}),
+    ({"dtype": FP32, "dim": 32}, {"refine_pages": 12, "group_reduce": "mix", "token_budget": 64}),
     ({"dtype": BF16, "dim": 64}, {"refine_pages": 9, "top_p": 0.5}),
     ({"dtype": BF16, "kv_dtype": INT8, "dim": 64, "heads_kv": 1}, {"top_p": 0.4}),
     ({"dtype": FP32, "dim": 32, "group": 2}, {"top_p": 0.7, "group_reduce": "none"}),
 ]
 # Scratch is known by the parameter that first took it: candidates are selected like any other list, of rows with flat lengths.
 SCRATCH = {"page_ids": "candidates", "page_counts": "candidate_counts", "seq_lens": "flat_lens"}
+
+
+@pytest.fixture(autouse=True)
+def few_pages_are_ranked_whole():
+    """So that turns are taken among the best pages of both levels."""
+    with space.forced("reduce", space.Config({"BLOCK_N": 32, "BLOCK_RANK": 8, "BLOCK_OTHER": 8, "MAX_RANKED": 6})):
+        yield
 
 
 def coarse_of(case):
@@ -111,7 +124,11 @@ def test_a_step_reads_the_statistics_of_candidates_only(shape, options, budgets)
         kept=None if config.top_p is None else result.selection.page_counts.tolist(),
         refine_pages=config.refine_pages,
     )
-    assert_moved(t, expected, [*inputs(case), *coarse, "budget", *RESULTS], SCRATCH)
+    named, scratch, names = [*inputs(case), *coarse, "budget", *RESULTS], SCRATCH, names_of_whole_rows(config.group_reduce)
+    if names:  # leaders are lists, and what one level calls shares is a score of the other's
+        names |= {"candidates": "page_ids", "candidate_counts": "page_counts", "scores": "scores", "shares": "scores"}
+        scratch = {"seq_lens": "flat_lens", "lse": "lse of heads", "shares": "scores"}
+    assert_moved(t, renamed(expected, names), named, scratch)
 
 
 @pytest.mark.parametrize("plan", ["two", "ticket", "row"])

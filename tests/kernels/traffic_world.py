@@ -6,6 +6,7 @@ import torch
 import tsattn
 from tsattn.cost import Cost, Layer
 from tsattn.cost_kernels import Tiles
+from tsattn.summaries import TURNS, WHOLE_ROWS
 from tsattn.testing import make_case
 from tsattn.testing.traffic import Count, Traffic
 from tsattn.tuning import space
@@ -87,6 +88,22 @@ def assert_moved(t, cost, names, scratch=None):
         assert not wrong, f"bytes {what}, counted and by the model: {wrong}"
     total = t.total.fetched, t.total.stored, t.total.atomic
     assert total == (cost.bytes_read, cost.bytes_written, cost.bytes_atomic)
+
+
+def names_of_whole_rows(reduce):
+    """By which names kernels first take what the cost of scoring by a reduction of whole rows calls otherwise."""
+    if reduce not in WHOLE_ROWS:
+        return {}
+    return {"per_head": "scores", "head_lse": "lse of heads"} | ({} if reduce in TURNS else {"scores": "shares"})
+
+
+def renamed(cost, names):
+    """A cost with tensors under other names."""
+    found = Cost(atomic=cost.atomic)
+    for field in ("read", "written"):
+        for name, size in getattr(cost, field).items():
+            found += Cost(**{field: {names.get(name, name): size}})
+    return found
 
 
 def assert_times(t, name, expected, kind="load"):

@@ -27,14 +27,14 @@ from tsattn.kernels.launch import Growing, Piece, constants, on_device_of, scrat
 from tsattn.kernels.refine import refined_lists
 from tsattn.kernels.refine import scratch_pieces as refine_scratch
 from tsattn.kernels.score import score_arguments, score_pages
+from tsattn.kernels.score import scratch_pieces as score_pieces
 from tsattn.kernels.score_group import Leading
-from tsattn.kernels.score_group import scratch_pieces as group_pieces
 from tsattn.kernels.select import scratch_pieces as select_pieces
 from tsattn.kernels.select import select_lists
 from tsattn.kernels.select_row import SelectArgs, SelectShape
 from tsattn.kernels.select_top_p import pages_for_mass
 from tsattn.scratch import Scratch, piece_bytes
-from tsattn.summaries import TURNS, WHOLE_ROWS
+from tsattn.summaries import WHOLE_ROWS
 from tsattn.tuning.plans import plan_for
 from tsattn.tuning.space import pick
 
@@ -143,12 +143,11 @@ def scratch_bytes(
 
     step = _list_pieces(rows, num_lists, width)
     if refine_pages is None:
+        step += score_pieces(rows, num_heads, num_kv_heads, num_cells, group_reduce, width)
         step += select_pieces(rows * num_lists, num_cells, width, top_p)
     else:
-        step += refine_scratch(rows, num_heads, num_lists, head_dim, num_cells, width, refine_pages, dtype, top_p)
-    if group_reduce in WHOLE_ROWS:
-        step.append(((rows, num_heads, num_cells), torch.float32))
-        step += group_pieces(rows, num_heads, num_kv_heads, num_cells, group_reduce in TURNS, width)
+        sizes = rows, num_heads, num_lists, head_dim, num_cells, width
+        step += refine_scratch(*sizes, refine_pages, dtype, group_reduce, top_p)
     step += attend(width, num_lists)
     dense = attend(num_cells, num_kv_heads)
     selection = select_pieces(rows * num_lists, num_cells, width, top_p=True)

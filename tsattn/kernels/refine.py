@@ -2,7 +2,8 @@
 
 A list's candidates are ascending logical pages, so their numbers keep the order of pages, and the forced pages stay first and
 last. With rich statistics seen as pages of one KV head, [rows, 1, M, D], the ordinary score and select kernels work on
-candidates as they do on pages; what is here turns lists into page tables and back:
+candidates as they do on pages, and shares or ranks of whole rows are among the candidates; what is here turns lists into
+page tables and back:
 
     _candidate_table_kernel    candidates [R, H, C] -> flat_table [R * H, C] of rows, flat_lens [R * H] in tokens
     _refined_list_kernel       page_ids [R, H, K], numbers of candidates -> logical pages, physical pages, tokens
@@ -20,6 +21,8 @@ import triton.language as tl
 from tsattn.kernels.launch import Piece, on_device_of
 from tsattn.kernels.primitives import in_pool, pages_of
 from tsattn.kernels.score import score_pages
+from tsattn.kernels.score import scratch_pieces as score_pieces
+from tsattn.kernels.score_group import Leading
 from tsattn.kernels.select import scratch_pieces as select_pieces
 from tsattn.kernels.select import select_lists
 from tsattn.kernels.select_row import BLOCK_K, SelectArgs
@@ -133,13 +136,16 @@ def scratch_pieces(
     width: int,
     refine_pages: int,
     dtype: torch.dtype,
+    group_reduce: str,
     top_p: bool,
 ) -> list[Piece]:
     """All that :func:`refined_lists` takes from its scratch."""
-    candidates = min(refine_pages, num_cells)
+    candidates, flat = min(refine_pages, num_cells), rows * num_lists
     pieces = refine_pieces(rows, num_heads, num_lists, head_dim, num_cells, refine_pages, dtype)
-    pieces += select_pieces(rows * num_lists, num_cells, candidates, top_p=False)
-    return pieces + select_pieces(rows * num_lists, candidates, width, top_p)
+    pieces += score_pieces(rows, num_heads, num_lists, num_cells, group_reduce, candidates)
+    pieces += select_pieces(flat, num_cells, candidates, top_p=False)
+    pieces += score_pieces(flat, num_heads // num_lists, 1, candidates, group_reduce, width)
+    return pieces + select_pieces(flat, candidates, width, top_p)
 
 
 def flat_rows(page_stats: torch.Tensor) -> tuple[torch.Tensor, int, int]:
@@ -289,7 +295,8 @@ def refined_lists(
     width = min(refine_pages, num_cells)
     pieces = refine_pieces(rows, q.shape[1], lists, q.shape[2], num_cells, refine_pages, q.dtype)
     candidates, counts, flat_table, flat_lens, scores, room = (scratch.take(*piece) for piece in pieces)
-    ranking: dict[str, Any] = {"page_size": select.page_size, "softmax_scale": softmax_scale}
+    ranking: dict[str, Any] = {"page_size": select.page_size, "softmax_scale": softmax_scale, "scratch": scratch}
+    forced = select.sink_pages, select.recent_pages
     score_pages(
         q,
         coarse_stats,
@@ -302,6 +309,7 @@ def refined_lists(
         group_reduce=group_reduce,
         page_stats_scale=coarse_stats_scale,
         page_stats_weight=None,
+        leading=Leading(width, *forced),
     )
     no_page: dict[str, Any] = {"page_table": None, "physical": None, "tokens": None}
     best = replace(select, page_ids=candidates, page_counts=counts, budget=None, **no_page)
@@ -332,6 +340,7 @@ def refined_lists(
         group_reduce="max" if group_reduce == "none" else group_reduce,
         page_stats_scale=scales,
         page_stats_weight=weights,
+        leading=Leading(select.width, *forced),
     )
     lens = flat_lens.view(rows, lists)[:, 0]  # all lists of a row have as many candidates
     among = replace(select, scores=scores.view(rows, lists, width), seq_lens=lens, **no_page)

@@ -17,6 +17,7 @@ import triton.language as tl
 from tsattn.kernels.launch import (
     GROWING,
     Growing,
+    Piece,
     block_dim,
     constants,
     head_rows,
@@ -30,10 +31,11 @@ from tsattn.kernels.launch import (
 )
 from tsattn.kernels.primitives import cdiv, pages_of
 from tsattn.kernels.score_group import Leading, reduce_over_group
+from tsattn.kernels.score_group import scratch_pieces as group_pieces
 from tsattn.kernels.score_tile import NONE, ScoreShape, ScoreTensors, score_tile
 from tsattn.kernels.summary import KIND_CODES
 from tsattn.scratch import Scratch
-from tsattn.summaries import SUMMARIES, WHOLE_ROWS
+from tsattn.summaries import SUMMARIES, TURNS, WHOLE_ROWS
 from tsattn.tuning.space import Config, pick
 
 REDUCE_CODES = {"none": 0, "max": 1, "sum": 2}
@@ -154,6 +156,16 @@ def _grid(row_heads: int, tiles: int) -> tuple[int, int, int]:
     """Rows and KV heads on axis x, tiles of pages on axis y and, where they are too many, on z: no division by their number."""
     y = min(tiles, MAX_GRID_Y)
     return row_heads, y, triton.cdiv(tiles, y)
+
+
+def scratch_pieces(
+    num_rows: int, num_heads: int, num_kv_heads: int, num_cells: int, group_reduce: str, width: int
+) -> list[Piece]:
+    """What :func:`score_pages` takes from its scratch, for lists of `width` pages."""
+    if group_reduce not in WHOLE_ROWS:
+        return []
+    per_head: Piece = (num_rows, num_heads, num_cells), torch.float32
+    return [per_head, *group_pieces(num_rows, num_heads, num_kv_heads, num_cells, group_reduce in TURNS, width)]
 
 
 def score_pages(

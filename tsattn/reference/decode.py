@@ -51,17 +51,16 @@ def sparse_decode(
     ranking: dict[str, Any] = {"kind": kind, "box_scale": box_scale, "group_reduce": group_reduce}
     ranking |= {"page_stats_scale": page_stats_scale, "page_stats_weight": page_stats_weight}
     forced: dict[str, Any] = {"sink_pages": sink_pages, "recent_pages": recent_pages}
+    ranking |= {"page_size": page_size, "softmax_scale": softmax_scale}
     marks.part("score")
-    score_pages(q, page_stats, *paged, scores, page_size=page_size, softmax_scale=softmax_scale, **ranking)
     among = None
     if refine_pages is not None and coarse_stats is not None:
-        coarse = torch.empty_like(scores)
-        ranking |= {"kind": "means", "box_scale": 1.0, "page_stats_scale": coarse_stats_scale}
-        ranking["page_stats_weight"] = None
-        score_pages(q, coarse_stats, *paged, coarse, page_size=page_size, softmax_scale=softmax_scale, **ranking)
+        means = ranking | {"kind": "means", "box_scale": 1.0, "page_stats_scale": coarse_stats_scale, "page_stats_weight": None}
+        score_pages(q, coarse_stats, *paged, scores, **means)
         width = min(refine_pages, page_table.shape[1])
         among = PageSelection(page_ids.new_empty(*page_ids.shape[:2], width), torch.empty_like(page_counts))
-        select_pages(coarse, seq_lens, *among, page_size=page_size, budget=None, top_p=None, **forced)
+        select_pages(scores, seq_lens, *among, page_size=page_size, budget=None, top_p=None, **forced)
+    score_pages(q, page_stats, *paged, scores, **ranking, among=among)
     marks.part("select")
     select_pages(scores, seq_lens, *lists, page_size=page_size, budget=budget, top_p=top_p, **forced, among=among)
     marks.part("attend")

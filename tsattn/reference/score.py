@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from tsattn.selection import PageSelection
 from tsattn.summaries import SUMMARIES, TURNS, dequantise_statistics, parts_of_full_page, sub_page_slots
 
 
@@ -92,8 +93,12 @@ def score_pages(
     group_reduce: str,
     page_stats_scale: Tensor | None = None,
     page_stats_weight: Tensor | None = None,
+    among: PageSelection | None = None,
 ) -> None:
-    """Score the pages of every row; ``scores`` [R, H, N] gets -inf behind a row's last page."""
+    """Score the pages of every row; ``scores`` [R, H, N] gets -inf behind a row's last page.
+
+    With ``among`` pages are scored as if those of its lists were all that there are; the others get -inf.
+    """
     heads_kv = page_stats.shape[1]
     scores.fill_(-math.inf)
     for r, length in enumerate(seq_lens.tolist()):
@@ -107,4 +112,10 @@ def score_pages(
         grouped = q[r].reshape(heads_kv, -1, q.shape[2])  # [HKV, G, D]
         weight = None if page_stats_weight is None else page_stats_weight[pages]
         per_head = _head_scores(grouped, stats, weight, length, page_size, kind, box_scale, softmax_scale)
-        scores[r, :, :num_pages] = reduce_group(per_head, group_reduce).to(scores.dtype)
+        if among is None:
+            scores[r, :, :num_pages] = reduce_group(per_head, group_reduce).to(scores.dtype)
+            continue
+        lists = per_head.reshape(scores.shape[1], -1, num_pages)  # [H, HQ / H, P]
+        pages = among.page_ids[r, :, : int(among.page_counts[r, 0])].long()  # [H, C]: all lists have as many
+        candidates = lists.gather(2, pages[:, None].expand(-1, lists.shape[1], -1))
+        scores[r].scatter_(1, pages, reduce_group(candidates, group_reduce).to(scores.dtype))

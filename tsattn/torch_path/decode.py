@@ -14,7 +14,7 @@ from tsattn.torch_path.attend import Options, attend_row, attend_to_all, attend_
 from tsattn.torch_path.blocks import row_pages
 from tsattn.torch_path.refine import refined_row
 from tsattn.torch_path.score import score_row
-from tsattn.torch_path.select import pages_to_keep, select_by_mass, select_row
+from tsattn.torch_path.select import pages_to_keep, select_by_mass, select_row, settled
 
 
 def sparse_decode(
@@ -76,15 +76,15 @@ def sparse_decode(
             "softmax_scale": softmax_scale,
             "group_reduce": group_reduce,
         }
+        leading = None if top_p is not None else settled(kept, **forced)
         marks.part("score")
         candidates: Tensor | None = None
         if coarse_stats is not None and refine_pages is not None and refine_pages < num_pages:
             stored = page_stats, page_stats_scale, page_stats_weight, coarse_stats, coarse_stats_scale
-            candidates, scores = refined_row(q[r], *stored, row, length, refine_pages=refine_pages, forced=forced, **ranking)
+            ranking |= {"refine_pages": refine_pages, "forced": forced, "leading": leading}
+            candidates, scores = refined_row(q[r], *stored, row, length, **ranking)
         else:
             beside: dict[str, Any] = {"page_stats_scale": page_stats_scale, "page_stats_weight": page_stats_weight}
-            # One place more than the list and what is forced into it: so selection sees a tie at the edge.
-            leading = None if top_p is not None else kept + sink_pages + recent_pages + 1
             scores = score_row(q[r], page_stats, row, length, **ranking, **beside, leading=leading)
         marks.part("select")
         if top_p is not None:

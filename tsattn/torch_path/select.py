@@ -33,6 +33,11 @@ def _forced(num_pages: int, kept: int, sink_pages: int, recent_pages: int) -> tu
     return range(sink_end - sinks, sink_end), range(num_pages - recent, num_pages)
 
 
+def settled(kept: int, *, sink_pages: int, recent_pages: int) -> int:
+    """Places of a ranking that a list of ``kept`` pages may need; one more than those, so that a tie at the edge is seen."""
+    return kept + sink_pages + recent_pages + 1
+
+
 def select_row(scores: Tensor, kept: int, *, sink_pages: int, recent_pages: int) -> Tensor:
     """The ``kept`` pages of every list of one row, ascending: scores [H, P], without NaN, are spoiled -> [H, kept] int64."""
     num_pages = scores.shape[1]
