@@ -186,18 +186,15 @@ def proof_tasks(loaded: Any, paragraphs: list[str]) -> list[Task]:
 
 
 def twelfth() -> list[Spec]:
-    """What a twelfth of the bytes at 16K buys: one mean or halves, shared in five ways; 640 tokens, and quarters on two levels beside them."""
+    """What a twelfth of the bytes at 16K buys: one mean or halves, shared in five ways, 640 tokens, quarters on two levels."""
     found = [
         spec(f"{name}, {reduce}, {budget}", f"{SUMMARIES[name]},reduce={reduce},budget={budget}")
         for (name, budget), reduce in product((("mean int8", 1088), ("halves int8", 832)), WAYS)
     ]
     found.append(spec("halves int8, max, 640", f"{SUMMARIES['halves int8']},reduce=max,budget=640"))
+    two_levels = f"{SUMMARIES['quarters int8']},refine_pages=192,budget=832"
     found += [
-        spec(
-            f"quarters int8, 192 refined, {reduce}, 832",
-            f"{SUMMARIES['quarters int8']},refine_pages=192,reduce={reduce},budget=832",
-        )
-        for reduce in ("mix", "blend")
+        spec(f"quarters int8, 192 refined, {reduce}, 832", f"{two_levels},reduce={reduce}") for reduce in ("mix", "blend")
     ]
     return [*found, spec("oracle max, 1344", "budget=1344,reduce=max", "oracle-max")]
 
