@@ -108,6 +108,7 @@ def test_an_answer_ends_at_a_stop_string(loaded):
 
 def test_a_local_task_runs_through_the_harness(loaded, tmp_path):
     import lm_eval
+    from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
     rows = [{"question": f"{TEXT} Say {i}", "choices": ["yes", "no"], "gold": i % 2} for i in range(3)]
@@ -123,3 +124,5 @@ def test_a_local_task_runs_through_the_harness(loaded, tmp_path):
     results = lm_eval.simple_evaluate(harness, tasks=["tiny_choice"], task_manager=tasks, bootstrap_iters=0)
     assert 0.0 <= results["results"]["tiny_choice"]["acc,none"] <= 1.0
     assert len(results["samples"]["tiny_choice"]) == 3
+    assert isinstance(harness, HFLM)
+    assert results["config"]["model_num_parameters"] == sum(p.numel() for p in loaded.model.parameters())

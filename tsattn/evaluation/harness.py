@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from lm_eval.api.model import TemplateLM
+from lm_eval.models.huggingface import HFLM
 from tqdm import tqdm
 
 from tsattn.evaluation.chunk import score_chunk
@@ -27,8 +27,8 @@ MOST_TOKENS = 256
 """To write, where a task doesn't say; and of a running text in one pass."""
 
 
-class PolicyLM(TemplateLM):  # type: ignore[misc]
-    """A Transformers model under a policy.
+class PolicyLM(HFLM):  # type: ignore[misc]
+    """The harness's own class for Transformers models, with likelihoods and answers under a policy, one text at a time.
 
     Parameters
     ----------
@@ -42,17 +42,11 @@ class PolicyLM(TemplateLM):  # type: ignore[misc]
     """
 
     def __init__(self, model: Any, tokenizer: Any, policy: Policy | str | None, *, prefill_chunk: int = 1024) -> None:
-        super().__init__()
-        policy = parse_spec(policy).policy() if isinstance(policy, str) else policy
-        self.model, self.tokenizer, self.policy = model, tokenizer, policy
+        super().__init__(pretrained=model, backend="causal", tokenizer=tokenizer)
+        self.policy = policy = parse_spec(policy).policy() if isinstance(policy, str) else policy
         observe = policy is not None and policy.observes
         self._prefiller = Prefiller(model, prefill_chunk, progress=False, observe=observe)
         self._stop = stop_tokens(model, tokenizer)
-
-    @property
-    def eot_token_id(self) -> int:
-        """The token that ends a text."""
-        return int(self.tokenizer.eos_token_id)
 
     @property
     def prefix_token_id(self) -> int:
