@@ -43,7 +43,6 @@ SUMMARIES = {
     "box X=0.25": "kind=minmax,box_scale=0.25,dtype=None",
     "box X=0": "kind=minmax,box_scale=0,dtype=None",
 }
-REDUCTIONS = ("max", "mix", "softmax", "none")
 WAYS = ("max", "mix", "softmax", "root", "blend")
 """To share a list."""
 BUDGETS = (128, 256, 512, 768, 1024, 2048)
@@ -72,7 +71,7 @@ def summaries() -> list[Spec]:
     """Kind x parts x storage x reduction, at 256 tokens, with two yardsticks."""
     found = [
         spec(f"{name}, {reduce}", f"{options},reduce={reduce},budget=256")
-        for (name, options), reduce in product(SUMMARIES.items(), REDUCTIONS)
+        for (name, options), reduce in product(SUMMARIES.items(), (*WAYS, "none"))
     ]
     return [
         *found,
@@ -91,11 +90,13 @@ def budgets() -> list[Spec]:
 
 
 def pages() -> list[Spec]:
-    """Page sizes at 256 tokens; lists are shared by "mix", but for the bound."""
+    """Page sizes at 256 tokens; lists are shared by "mix", but for the bound, and those of several means by "blend", too."""
     found = []
     for name, size in product(FEW, PAGE_SIZES):
-        options = f"page_size={size},budget=256,recent={max(1, 64 // size)},reduce={'max' if name in BOUNDS else 'mix'}"
-        found.append(spec(f"{name}, S={size}", f"{SUMMARIES[name]},{options}"))
+        options = f"{SUMMARIES[name]},page_size={size},budget=256,recent={max(1, 64 // size)}"
+        found.append(spec(f"{name}, S={size}", f"{options},reduce={'max' if name in BOUNDS else 'mix'}"))
+        if name in FEW[1:3]:
+            found.append(spec(f"{name}, blend, S={size}", f"{options},reduce=blend"))
     return found
 
 

@@ -26,11 +26,12 @@ REDUCTIONS = ("max", "mix", "blend")
 SUMMARIES: tuple[dict[str, Any], ...] = (
     {"kind": "means", "parts": 1},
     {"kind": "means", "parts": 2},
+    {"kind": "means", "parts": 2, "stats_dtype": None},
     {"kind": "means", "parts": 4},
     {"kind": "centroids"},
     {"kind": "minmax", "box_scale": 0.25},
 )
-"""Stored in int8: on a real model nothing else was seen to be better for its bytes (docs/quality.md)."""
+"""Stored in int8 where nothing is said; halves in the dtype of the keys, too, for models that int8 might cost something."""
 AT_ONCE = 4
 """Candidates that one reading of the second half serves."""
 MANY_LAYERS = 8
@@ -50,9 +51,9 @@ class Tolerance:
 
 
 def default_candidates(full_layers: Sequence[int] = ()) -> list[SparseConfig]:
-    """Kinds x reductions x budgets; with many full-attention layers also each with the first of them dense."""
+    """Summaries x reductions x budgets; with many full-attention layers also each with the first of them dense."""
     plain = [
-        SparseConfig(token_budget=budget, group_reduce=reduce, stats_dtype=torch.int8, **summary)
+        SparseConfig(token_budget=budget, group_reduce=reduce, **summary)
         for summary, reduce, budget in product(SUMMARIES, REDUCTIONS, BUDGETS)
     ]
     if len(full_layers) < MANY_LAYERS:
