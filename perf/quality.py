@@ -230,6 +230,19 @@ def fresh_tasks(loaded: Any, paragraphs: list[str]) -> list[Task]:
     return [*tasks, *(maker(loaded, paragraphs, 8192, seed).continuation(96) for seed in (60, 61))]
 
 
+def longest() -> list[Spec]:
+    """What was chosen up to 16K, at nearly all of the model's 32K; two yardsticks."""
+    return [one for one in fresh() if "root" not in one.label]
+
+
+def longest_tasks(loaded: Any, paragraphs: list[str]) -> list[Task]:
+    """Standard pass keys at eight depths of 31K tokens, and one continued text."""
+    make = maker(loaded, paragraphs, 31 * 1024, 70)
+    facts = enumerate(needles.depths(8))
+    tasks: list[Task] = [make.retrieval(needles.pass_key("standard", 70 + i), "standard", depth) for i, depth in facts]
+    return [*tasks, make.continuation(96)]
+
+
 POLICIES: dict[str, Callable[[], list[Spec]]] = {
     "summaries": summaries,
     "budgets": budgets,
@@ -241,6 +254,7 @@ POLICIES: dict[str, Callable[[], list[Spec]]] = {
     "defaults": defaults,
     "twelfth": twelfth,
     "fresh": fresh,
+    "longest": longest,
 }
 
 
@@ -267,7 +281,13 @@ def usual_tasks(loaded: Any, paragraphs: list[str]) -> list[Task]:
 def sweep(name: str, loaded: Any, paragraphs: list[str], out: Path) -> None:
     """Measure one of the sweeps and write its report."""
     folder = out / name
-    own = {"defaults": default_tasks, "proof": proof_tasks, "twelfth": twelfth_tasks, "fresh": fresh_tasks}
+    own = {
+        "defaults": default_tasks,
+        "proof": proof_tasks,
+        "twelfth": twelfth_tasks,
+        "fresh": fresh_tasks,
+        "longest": longest_tasks,
+    }
     tasks = own.get(name, usual_tasks)(loaded, paragraphs)
     specs, metric = POLICIES[name](), None
     if name != "options" and any(one.config.kind == "centroids" for one in specs):

@@ -33,7 +33,15 @@ def test_policies_have_labels_of_their_own(name):
 
 
 @pytest.mark.parametrize(
-    "tasks", [quality.usual_tasks, quality.default_tasks, quality.proof_tasks, quality.twelfth_tasks, quality.fresh_tasks]
+    "tasks",
+    [
+        quality.usual_tasks,
+        quality.default_tasks,
+        quality.proof_tasks,
+        quality.twelfth_tasks,
+        quality.fresh_tasks,
+        quality.longest_tasks,
+    ],
 )
 def test_tasks_have_their_lengths_and_differ(tasks):
     made = tasks(Loaded, TEXT)
