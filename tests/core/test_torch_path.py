@@ -230,3 +230,23 @@ def test_the_cell_of_an_unlisted_last_page_is_never_read(impl):
     freed = case.page_table.clone()
     freed[0, 4:] = -1
     assert_same_bits(tsattn.attend_pages(*arguments, freed, case.seq_lens, lists, impl=impl), wanted)
+
+
+@pytest.mark.parametrize(
+    ("kind", "stats_dtype"), [("means", None), ("means", torch.int8), ("minmax", None), ("centroids", None)]
+)
+@pytest.mark.parametrize(("heads_kv", "group"), [(1, 1), (1, 2), (1, 8), (2, 5), (3, 3)])
+def test_pages_that_are_alike_score_alike_wherever_they_are(kind, stats_dtype, heads_kv, group):
+    """So that the first of them wins. Sums and products of PyTorch round the last few of many rows in another way."""
+    for pages in (5, 17, 36, 333):
+        case = make_case([pages * 4], heads_kv=heads_kv, group=group, dim=64, page_size=4, kind=kind, stats_dtype=stats_dtype)
+        stored = case.page_stats, case.page_stats_scale, case.page_stats_weight
+        for numbers in stored:
+            if numbers is not None:
+                numbers[:] = numbers[case.page_table[0, 0].long()].clone()
+        beside = {"page_stats_scale": stored[1], "page_stats_weight": stored[2]}
+        for reduce in ("max", "sum", "softmax", "root", "none"):
+            paged = case.page_table, case.seq_lens
+            options = {"page_size": 4, "kind": kind, "group_reduce": reduce, "impl": "torch", **beside}
+            scores = tsattn.score_pages(case.q, stored[0], *paged, **options)[0, :, :pages]
+            assert_same_bits(scores, scores[:, :1].expand_as(scores).contiguous())

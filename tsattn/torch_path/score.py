@@ -20,8 +20,12 @@ def _products(columns: Tensor, blocks: Tensor, row: RowPages, by_page: bool) -> 
     A product of many rows with few columns, a transposed view, runs at the speed of memory; the transposed product takes twice
     the time, and one of every second row three times.
     """
+    one = columns.shape[0] * columns.shape[2] == 1
+    if one:  # a single column goes to a product that rounds a row by its place, and equal pages must score alike
+        columns = columns.expand(-1, -1, 2)
     found = [torch.bmm(part.flatten(2) if by_page else part.flatten(1, 2), columns) for part in pieces(blocks, row)]
-    return found[0] if len(found) == 1 else torch.cat(found, dim=1)
+    products = found[0] if len(found) == 1 else torch.cat(found, dim=1)
+    return products[..., :1].contiguous() if one else products
 
 
 def _of_vectors(numbers: Tensor, row: RowPages) -> Tensor:
@@ -31,13 +35,20 @@ def _of_vectors(numbers: Tensor, row: RowPages) -> Tensor:
 
 
 def _by_part(products: Tensor, m: int) -> Tensor:
-    """[HKV, P * M, G] as contiguous [M, HKV, P, G]: logsumexp is several times slower than logaddexp of contiguous tensors."""
+    """[HKV, P * M, G] as contiguous [M, HKV, P, G]: joining two contiguous tensors is several times faster than logsumexp."""
     return products.view(products.shape[0], -1, m, products.shape[2]).permute(2, 0, 1, 3).contiguous()
+
+
+def _log_add_exp(a: Tensor, b: Tensor) -> Tensor:
+    """Log of exp(a) + exp(b). ``logaddexp`` rounds the last few numbers in another way, and equal pages must score alike."""
+    top = torch.maximum(a, b)
+    distance = torch.minimum(a, b).sub_(top).nan_to_num_(nan=0.0)  # nan: two equal infinities, or top is nan
+    return distance.exp_().log1p_().add_(top)
 
 
 def _log_sum_exp(weighted: Tensor, m: int) -> Tensor:
     """Scores [HKV, P, G] from the scaled products of the vectors plus their weights, [HKV, P * M, G]."""
-    return functools.reduce(torch.logaddexp, _by_part(weighted, m).unbind(0))
+    return functools.reduce(_log_add_exp, _by_part(weighted, m).unbind(0))
 
 
 def _log_mean_exp(products: Tensor, m: int, length: int, page_size: int) -> Tensor:
@@ -47,7 +58,7 @@ def _log_mean_exp(products: Tensor, m: int, length: int, page_size: int) -> Tens
     for j in range(1, m):
         held = -(-(length - j * width) // page_size) if j * width < page_size else 0  # pages whose part j has a token
         parts[j, :, max(0, min(num_pages, held)) :] = -math.inf
-    return functools.reduce(torch.logaddexp, parts.unbind(0)).sub_(math.log(parts_of_full_page(page_size, m)))
+    return functools.reduce(_log_add_exp, parts.unbind(0)).sub_(math.log(parts_of_full_page(page_size, m)))
 
 
 def _head_scores(
@@ -96,24 +107,29 @@ def _page_softmax(scores: Tensor) -> Tensor:
     return share.masked_fill(unbounded, math.inf)
 
 
+def _sum_of_heads(scores: Tensor) -> Tensor:
+    """[H, G, P] -> [H, P]. ``sum`` adds up the last few pages in another order: equal pages would differ in their last bit."""
+    return functools.reduce(torch.add, scores.unbind(1))
+
+
 def _group_shares(scores: Tensor) -> tuple[Tensor, bool]:
     """Softmax over the pages, added up over the heads, [H, G, P] -> [H, P]; and whether no page is unbounded."""
-    shares = torch.softmax(scores, dim=-1).sum(dim=1)
+    shares = _sum_of_heads(torch.softmax(scores, dim=-1))
     if math.isfinite(float(shares.sum())):
         return shares, True
-    return _page_softmax(scores).sum(dim=1), False
+    return _sum_of_heads(_page_softmax(scores)), False
 
 
 def _group_roots(scores: Tensor) -> tuple[Tensor, bool]:
     """Square roots of the softmax over the pages, added up over the heads, [H, G, P] -> [H, P]; as :func:`_group_shares`."""
     # The root of exp, not of the share, which is 0 long before.
-    roots = torch.log_softmax(scores, dim=-1).mul_(0.5).exp_().sum(dim=1)
+    roots = _sum_of_heads(torch.log_softmax(scores, dim=-1).mul_(0.5).exp_())
     if math.isfinite(float(roots.sum())):
         return roots, True
     unbounded = scores == math.inf
     finite = torch.log_softmax(scores.masked_fill(unbounded, -math.inf), dim=-1)
     finite = finite.nan_to_num_(nan=-math.inf)  # a head without a finite score
-    return finite.mul_(0.5).exp_().masked_fill_(unbounded, math.inf).sum(dim=1), False
+    return _sum_of_heads(finite.mul_(0.5).exp_().masked_fill_(unbounded, math.inf)), False
 
 
 def _places(scores: Tensor, leading: int) -> Tensor:
@@ -149,7 +165,7 @@ def _reduce_group(scores: Tensor, group_reduce: str, leading: int) -> Tensor:
     if group_reduce == "none":
         return scores.flatten(0, 1)
     if group_reduce == "sum":
-        return _bounded(scores.sum(dim=1))  # nan: +inf and -inf met; the page is unbounded for one head
+        return _bounded(_sum_of_heads(scores))  # nan: +inf and -inf met; the page is unbounded for one head
     by_shares, every = TURNS.get(group_reduce, (group_reduce, 0))
     shares, bounded = (_group_roots if by_shares == "root" else _group_shares)(scores)
     if not every:
