@@ -44,8 +44,8 @@ class SparseConfig:
         TinyServe; a smaller X bounds nothing.
     group_reduce : {"blend", "mix", "root", "softmax", "max", "sum", "none"}
         How the query heads of one KV head share a list of pages, see :func:`tsattn.score_pages`; ``"none"`` selects per query
-        head. Where it isn't given it is "blend", with one mean per page "mix", but "max" with what can't rank
-        whole rows of scores (``top_p`` below 1, ``refine_pages``, a fused ``plan``) and for kind "minmax", whose "max" bounds.
+        head. Where it isn't given it is "blend", with one mean per page "mix", but "max" beside ``top_p`` below 1 and a fused
+        ``plan``, which can't rank whole rows of scores, beside ``refine_pages``, and for kind "minmax", whose "max" bounds.
     stats_dtype : torch.dtype or None
         Storage of the page statistics; None is the dtype of the keys. ``torch.int8`` keeps codes with one fp32 scale per
         vector.
@@ -159,7 +159,7 @@ class SparseConfig:
         return "blend" if has_several_means else "mix"
 
     def _ranks_page_by_page(self) -> bool:
-        """Whether whole rows of scores can't be ranked, or would lose a bound."""
+        """Whether whole rows of scores can't be ranked, would lose a bound, or were never what was measured."""
         return (
             self.kind == "minmax"
             or self.mass is not None
