@@ -89,7 +89,7 @@ def gpu_tiles(workload: Workload) -> cost_kernels.Tiles:
     known = {field.name for field in fields(cost_kernels.Tiles)}
     model = workload.model
     options = {"element_size": 2, "head_dim": model.head_dim, "page_size": workload.page_size}
-    configs = (space.candidates(stage, **options)[0] for stage in ("score", "reduce", "select", "attend", "merge"))
+    configs = (space.candidates(stage, **options)[0] for stage in ("score", "reduce", "select", "attend", "merge", "rank"))
     sizes = {name: size for config in configs for name, size in config.tiles.items()}
     return cost_kernels.Tiles(**{name: size for name, size in sizes.items() if name in known})
 

@@ -55,7 +55,7 @@ COLUMNS = (
     "dense / counted",
     "ideal",
 )
-STAGES = ("score", "reduce", "select", "attend", "merge", "fused")
+STAGES = ("score", "reduce", "select", "attend", "merge", "fused", "rank")
 
 
 def parse() -> argparse.Namespace:

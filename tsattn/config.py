@@ -44,8 +44,8 @@ class SparseConfig:
         TinyServe; a smaller X bounds nothing.
     group_reduce : {"blend", "mix", "root", "softmax", "max", "sum", "none"}
         How the query heads of one KV head share a list of pages, see :func:`tsattn.score_pages`; ``"none"`` selects per query
-        head. Where it isn't given it is "blend", with one mean per page "mix", but "max" beside ``top_p`` below 1 and a fused
-        ``plan``, which can't rank whole rows of scores, beside ``refine_pages``, and for kind "minmax", whose "max" bounds.
+        head. Where it isn't given it is "blend", with one mean per page "mix", but "max" beside ``top_p`` below 1, whose
+        scores must be logits, beside ``refine_pages``, and for kind "minmax", whose "max" bounds.
     stats_dtype : torch.dtype or None
         Storage of the page statistics; None is the dtype of the keys. ``torch.int8`` keeps codes with one fp32 scale per
         vector.
@@ -159,13 +159,8 @@ class SparseConfig:
         return "blend" if has_several_means else "mix"
 
     def _ranks_page_by_page(self) -> bool:
-        """Whether whole rows of scores can't be ranked, would lose a bound, or were never what was measured."""
-        return (
-            self.kind == "minmax"
-            or self.mass is not None
-            or self.refine_pages is not None
-            or self.plan not in ("auto", "separate")
-        )
+        """Whether scores must be logits, are bounds, or are those of candidates, for which nothing else was chosen."""
+        return self.kind == "minmax" or self.mass is not None or self.refine_pages is not None
 
     def _check_groups(self) -> None:
         """A layer is in one group at most, and not dense too; a group has its first layer first."""

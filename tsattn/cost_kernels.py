@@ -56,6 +56,8 @@ class Tiles:
     MAX_SPLITS: int = 64
     MAX_HEADS: int = 64
     FUSED_N: int = 2048
+    RANK_N: int = 256
+    RANK_PAGES: int = 32
 
     @classmethod
     def of(cls, stages: Mapping[str, Mapping[str, int]]) -> Tiles:
@@ -92,7 +94,7 @@ def score(
     boxes : bool
         A box scale per head.
     plan : str
-        As ``SparseConfig.plan``: by a fused plan only a row's own pages have scores.
+        As ``SparseConfig.plan``: by a fused plan only a row's own pages have scores, and :func:`rank_rows` joins them.
     leading : Leading, optional
         The lists that "mix" or "blend" is to settle, in a decode step; default all scores.
     rounds : int
@@ -101,7 +103,7 @@ def score(
     block_m = pow2(layer.vectors) if layer.kind in ("means", "centroids") or layer.page_scales else 1
     pages = max(16 // block_m, 2 * tiles.BLOCK_P // pow2(layer.vectors), 1)
     cost = total(_score_row(layer, n, cells, pages, reduce, boxes, plan) for n in lengths)
-    if reduce in WHOLE_ROWS:
+    if reduce in WHOLE_ROWS and plan == "separate":
         if leading is not None and (reduce not in TURNS or cells <= max(leading.width, tiles.MAX_RANKED)):
             leading = None
         cost += total(_reduce_row(layer, n, cells, tiles, reduce in TURNS, leading, rounds) for n in lengths)
@@ -145,7 +147,7 @@ def _reduce_row(layer: Layer, length: int, cells: int, tiles: Tiles, mix: bool, 
     shares = cdiv(cells, tiles.BLOCK_N)
     reads = {
         "seq_lens": (group + shares) * I32,
-        "per_head": 2 * group * used * F32,
+        "per_head": 3 * group * used * F32,
         "head_lse": shares * group * F32,
     }
     writes = {"head_lse": group * F32, "scores": cells * F32}
@@ -153,7 +155,8 @@ def _reduce_row(layer: Layer, length: int, cells: int, tiles: Tiles, mix: bool, 
         writes["shares"] = 2 * cells * F32
     cost = Cost(reads, writes)
     if leading is not None:
-        cost += _rank_leaders(used, cells, tiles, leading, rounds)
+        name = algorithm(cells, leading.width, tiles)
+        cost += _rank_leaders(used, cells, name, tiles.MAX_BLOCK, tiles.BLOCK_RANK, leading, rounds)
     elif mix:
         # Every tile of ranks reads all scores of the row by both orders, and its own ones first.
         ranks = cdiv(cells, tiles.BLOCK_RANK)
@@ -161,13 +164,40 @@ def _reduce_row(layer: Layer, length: int, cells: int, tiles: Tiles, mix: bool, 
     return cost * layer.heads_kv
 
 
-def _rank_leaders(used: int, cells: int, tiles: Tiles, leading: Leading, rounds: int) -> Cost:
-    """The best pages of one KV head by both orders, and their ranks among themselves. Lists are named as select names them."""
+def rank_rows(
+    layer: Layer, lengths: Sequence[int], cells: int, tiles: Tiles, *, turns: bool, leading: Leading, rounds: int
+) -> Cost:
+    """Joining scores [HQ, N] into [HKV, N] inside a fused launch, whose selection holds `tiles.MAX_BLOCK` scores.
+
+    Parameters
+    ----------
+    turns : bool
+        Whether for "mix" or "blend".
+    leading : Leading
+        The lists of the step.
+    rounds : int
+        As in :func:`select`.
+    """
+    cost = Cost()
+    for length in lengths:
+        used, group = layer.pages(length), layer.group
+        reads = {"per_head": 3 * group * used * F32, "head_lse": cdiv(used, tiles.RANK_N) * group * F32}
+        writes = {"head_lse": group * F32, "scores": used * F32, "shares": 2 * used * F32 if turns else 0}
+        row = Cost(reads, writes)
+        if turns:
+            row += _rank_leaders(used, cells, "stream", tiles.MAX_BLOCK, tiles.RANK_PAGES, leading, rounds)
+        cost += row * layer.heads_kv
+    return cost
+
+
+def _rank_leaders(used: int, cells: int, name: str, block: int, ranked: int, leading: Leading, rounds: int) -> Cost:
+    """The best pages of one KV head by both orders, selected by algorithm `name` in blocks, and their ranks among themselves,
+    `ranked` at a time. Lists are named as select names them."""
     width, kept = leading.width, min(leading.width, used)
-    plan, name = _plan(used, kept, leading.sink_pages, leading.recent_pages), algorithm(cells, width, tiles)
-    cost = _select_list(plan, cells, width, tiles.MAX_BLOCK, name, rounds, {"seq_lens": I32}) * 2
+    plan = _plan(used, kept, leading.sink_pages, leading.recent_pages)
+    cost = _select_list(plan, cells, width, block, name, rounds, {"seq_lens": I32}) * 2
     cost = Cost({"shares" if tensor == "scores" else tensor: size for tensor, size in cost.read.items()}, cost.written)
-    programs = 2 * cdiv(width, tiles.BLOCK_RANK)
+    programs = 2 * cdiv(width, ranked)
     reads = {"page_ids": (2 + 2 * programs) * width * I32, "shares": (4 + 2 * programs) * kept * F32}
     return cost + Cost(reads, {"scores": 2 * kept * F32})
 

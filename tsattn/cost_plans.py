@@ -19,7 +19,7 @@ from typing import Any
 
 from tsattn.cost import Cost, Layer, cdiv
 from tsattn.cost_attend import attend_splits, max_splits, merge_splits, num_chunks, split_counts, walk
-from tsattn.cost_kernels import DEFAULT_TILES, I32, WHOLE_ROWS, Leading, Tiles, score, select
+from tsattn.cost_kernels import DEFAULT_TILES, I32, TURNS, WHOLE_ROWS, Leading, Tiles, rank_rows, score, select
 from tsattn.cost_refine import refined_lists
 
 PLANS = ("separate", "two", "ticket", "row")
@@ -68,12 +68,10 @@ def decode(
     Raises
     ------
     ValueError
-        For a plan that can't serve `reduce`, a mass or two levels.
+        For a plan that can't serve a mass or two levels.
     """
     if plan not in PLANS:
         raise ValueError(f"plan must be one of {PLANS}, got {plan!r}")
-    if plan != "separate" and reduce in WHOLE_ROWS:
-        raise ValueError(f"plan {plan!r} can't serve group_reduce={reduce!r}, which needs whole rows of scores")
     if plan != "separate" and (kept is not None or refine_pages is not None):
         raise ValueError(f"plan {plan!r} can't serve top_p or refine_pages, which need whole rows of scores")
     width = min(cdiv(budget, layer.page_size), cells)
@@ -88,6 +86,8 @@ def decode(
     if plan != "separate":
         split = layer.kind == "meanvar" or (layer.kind == "minmax" and box_scale != 1)
         name, select_tiles = "stream", replace(tiles, MAX_BLOCK=tiles.FUSED_N // (2 if split else 1))
+        if reduce in WHOLE_ROWS:
+            cost += rank_rows(layer, lengths, cells, select_tiles, turns=reduce in TURNS, leading=leading, rounds=rounds)
     cost += select(
         layer,
         lengths,

@@ -14,7 +14,7 @@ from tsattn.certificate import unread_mass_bound
 from tsattn.config import SparseConfig
 from tsattn.dispatch import choose_impl
 from tsattn.selection import PageSelection
-from tsattn.summaries import WHOLE_ROWS, Stored
+from tsattn.summaries import Stored
 from tsattn.workspace import DecodeWorkspace, check_workspace, list_width
 
 _RESULT_FIELDS = ("out", "lse", "selection", "bound")
@@ -92,11 +92,6 @@ def check_plan(config: SparseConfig, impl: str) -> None:
         return
     if impl != "triton":
         raise ValueError(f"config.plan {config.plan!r} fuses Triton's launches: impl={impl!r} has only 'auto' and 'separate'")
-    if config.group_reduce in WHOLE_ROWS:
-        raise ValueError(
-            f"config.plan {config.plan!r} can't have group_reduce={config.group_reduce!r}, which ranks by whole rows of "
-            "scores: 'separate' can"
-        )
     if config.refine_pages is not None:
         raise ValueError(f"config.plan {config.plan!r} can't have refine_pages={config.refine_pages}: 'separate' can")
     if config.mass is not None:

@@ -24,7 +24,7 @@ def test_defaults_and_the_published_setting():
     assert SparseConfig.paper(token_budget=256, recent_pages=2) == dataclasses.replace(paper, token_budget=256, recent_pages=2)
 
 
-UNRANKABLE = [{"plan": "two"}, {"plan": "row"}, {"top_p": 0.9}, {"refine_pages": 64}, {"kind": "minmax"}]
+UNRANKABLE = [{"top_p": 0.9}, {"refine_pages": 64}, {"kind": "minmax"}]
 
 
 @pytest.mark.parametrize("options", UNRANKABLE)

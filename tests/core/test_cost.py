@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -172,9 +171,6 @@ def test_plans_that_there_are_not():
         cost_plans.decode("auto", LLAMA, [100], 7, 64)
     assert cost_kernels.WHOLE_ROWS == summaries.WHOLE_ROWS
     assert tuple(summaries.TURNS) == cost_kernels.TURNS
-    for reduce, plan in product(summaries.WHOLE_ROWS, ("two", "ticket", "row")):
-        with pytest.raises(ValueError, match="whole rows"):
-            cost_plans.decode(plan, LLAMA, [100], 7, 64, reduce=reduce)
 
 
 @pytest.mark.parametrize("plan", cost_plans.PLANS)

@@ -39,6 +39,12 @@ CASES = {
     "no-forced-pages": ({}, {"sink_pages": 0, "recent_pages": 0}),
     "forced-more-than-kept": ({"heads_kv": 1}, {"sink_pages": 3, "recent_pages": 6, "width": 5}),
     "one-page-kept": ({}, {"width": 1}),
+    "shares": ({"parts": 4, "dtype": BF16}, {"reduce": "softmax", "width": 3}),
+    "roots": ({"heads_kv": 1, "group": 19, "dim": 16}, {"reduce": "root"}),
+    "two-turns": ({"kind": "meanvar", "heads_kv": 3}, {"reduce": "mix", "width": 5}),
+    "four-turns": ({"group": 4}, {"reduce": "blend", "width": 6, "recent_pages": 2}),
+    "turns-of-one-page": ({"heads_kv": 1}, {"reduce": "blend", "width": 1}),
+    "turns-of-all-pages": ({"heads_kv": 1, "page_size": 4}, {"reduce": "mix", "width": 40, "sink_pages": 3}),
     "more-kept-than-there-are": ({}, {"width": 30}),
 }
 
@@ -55,10 +61,11 @@ def test_fused_plans_give_the_bits_of_separate_launches(name):
 
 
 def test_so_they_do_with_the_tiles_of_the_default_configuration():
-    case, options = make("plain", (700, 16, 0, 401))
-    expected = decode(case, "separate", **options)
-    for plan in FUSED:
-        assert_same_step(decode(case, plan, **options), expected, plan)
+    for name in ("plain", "four-turns"):
+        case, options = make(name, (700, 16, 0, 401))
+        expected = decode(case, "separate", **options)
+        for plan in FUSED:
+            assert_same_step(decode(case, plan, **options), expected, plan)
 
 
 def test_separate_launches_are_the_stages_one_after_the_other():
@@ -103,7 +110,7 @@ def test_budgets_per_row(plan):
     """As min_seq_len gives them: short rows keep everything, others little; and nothing at all."""
     case, _ = make("minmax-narrow-sum", (100, 90, 33, 100))
     budget = torch.tensor([[32, -1], [1 << 30, -1], [0, -1], [17, -1]], dtype=torch.int32)[:, 0]
-    for reduce in ("max", "none"):
+    for reduce in ("max", "none", "blend"):
         with small_tiles():
             expected = decode(case, "separate", width=7, budget=budget, reduce=reduce)
             assert_same_step(decode(case, plan, width=7, budget=budget, reduce=reduce), expected, plan)
@@ -127,10 +134,10 @@ def test_impossible_pages_and_broken_keys(plan):
     case.page_table[0, 2], case.page_table[0, 4] = -7, 10**6
     case.page_stats[case.page_table[0, 1].long(), :, :, 3] = math.nan
     case.k_cache[case.page_table[0, 1].long(), 5, :, 3] = math.nan
-    for table in (case.page_table, case.page_table.long()):
+    for table, reduce in itertools.product((case.page_table, case.page_table.long()), ("max", "blend")):
         case.page_table = table
         with small_tiles():
-            assert_same_step(decode(case, plan), decode(case, "separate"), plan)
+            assert_same_step(decode(case, plan, reduce=reduce), decode(case, "separate", reduce=reduce), plan)
 
 
 @pytest.mark.parametrize("plan", FUSED)
@@ -160,7 +167,7 @@ def in_order(monkeypatch, order):
 @pytest.mark.parametrize("plan", FUSED)
 def test_the_order_of_programs_does_not_show(plan, order, monkeypatch):
     """In the ticket plan it's the order of arrival that hands out work: programs at the end of the grid may come first."""
-    steps = [make("plain"), make("per-query-head"), make("chunks-of-query-heads")]
+    steps = [make("plain"), make("per-query-head"), make("chunks-of-query-heads"), make("four-turns")]
     with small_tiles():
         expected = [decode(case, "separate", **options) for case, options in steps]
         in_order(monkeypatch, order)
@@ -202,21 +209,14 @@ def test_a_launch_makes_the_device_of_its_tensors_current(plan, monkeypatch):
 
 
 def test_plans_say_what_they_can_not_do():
-    case, _ = make("plain")
-    for plan, reduce in itertools.product(FUSED, ("softmax", "root", "mix", "blend")):
-        assert "whole rows" in kernels.supports(plan, group_reduce=reduce)
-        with pytest.raises(ValueError, match="whole rows"):
-            decode(case, plan, reduce=reduce)
-        assert kernels.supports("separate", group_reduce=reduce) is None
     for option in ("top_p", "refine"):
-        assert all(option in kernels.supports(plan, group_reduce="max", **{option: True}) for plan in FUSED)
-        assert kernels.supports("separate", group_reduce="max", **{option: True}) is None
+        assert all(option in kernels.supports(plan, **{option: True}) for plan in FUSED)
+        assert kernels.supports("separate", **{option: True}) is None
         shape = {"rows": 1, "num_kv_heads": 8, "num_cells": 512, "width": 64, "group_reduce": "max"}
         assert kernels.choose_plan(**shape, **{option: True}) == "separate"
-    for plan, reduce in itertools.product(("separate", *FUSED), ("max", "sum", "none")):
-        assert kernels.supports(plan, group_reduce=reduce) is None
+    assert not any(kernels.supports(plan) for plan in ("separate", *FUSED))
     with pytest.raises(ValueError, match="plan must be one of"):
-        kernels.supports("auto", group_reduce="max")
+        kernels.supports("auto")
 
 
 @pytest.mark.parametrize("plan", ["two", "ticket"])
@@ -231,8 +231,10 @@ def test_too_few_counters_are_refused(plan):
 def test_the_automatic_plan_follows_the_table():
     shape = {"num_kv_heads": 8, "width": 64}
     for (rows, cells), plan in {(1, 512): "two", (16, 2048): "two", (64, 512): "separate", (1, 8192): "separate"}.items():
-        assert kernels.choose_plan(rows=rows, num_cells=cells, group_reduce="max", **shape) == plan
-        assert kernels.choose_plan(rows=rows, num_cells=cells, group_reduce="mix", **shape) == "separate"
+        for reduce in ("max", "softmax", "blend"):
+            assert kernels.choose_plan(rows=rows, num_cells=cells, group_reduce=reduce, **shape) == plan
+    for reduce, plan in (("max", "two"), ("root", "two"), ("mix", "separate"), ("blend", "separate")):
+        assert kernels.choose_plan(rows=1, num_kv_heads=8, width=129, num_cells=2048, group_reduce=reduce) == plan
     assert {plan for _, _, plan in plans.RULES} <= {"separate", *FUSED}
 
 

@@ -8,8 +8,7 @@ import torch
 import tsattn
 from tsattn import cost, cost_plans
 from tsattn.config import PLANS
-from tsattn.summaries import WHOLE_ROWS
-from tsattn.testing.traffic import Count, Traffic
+from tsattn.testing.traffic import Count
 from tsattn.tuning import space
 
 from .traffic_world import (
@@ -18,6 +17,7 @@ from .traffic_world import (
     FP16,
     FP32,
     INT8,
+    RANKING,
     assert_moved,
     assert_times,
     decode,
@@ -48,7 +48,7 @@ CASES = [
     ({"dtype": BF16, "dim": 64, "heads_kv": 1}, {"token_budget": 4096}),
 ]
 RESULTS = ("out", "lse", "page_ids", "page_counts")
-STEPS = [(c, p) for c in CASES for p in EVERY_PLAN if p == "separate" or c[1].get("group_reduce") not in WHOLE_ROWS]
+STEPS = [(c, p) for c in CASES for p in EVERY_PLAN]
 FUSED = [plan for plan in EVERY_PLAN if plan != "separate"]
 
 
@@ -85,13 +85,13 @@ def model(case, config, **options):
         reduce=config.group_reduce,
         box_scale=config.box_scale,
     )
-    return renamed(expected, names_of_whole_rows(config.group_reduce))
+    return renamed(expected, names_of_whole_rows(config.group_reduce, config.plan))
 
 
 def assert_as_the_model_says(t, case, config, **options):
     """Every input, every result, every piece of scratch and all bytes together are moved as the cost of the plan has it."""
     named = [*inputs(case), "sinks", *RESULTS]
-    assert_moved(t, model(case, config, **options), named, {"lse": "lse of heads"})
+    assert_moved(t, model(case, config, **options), named, RANKING)
 
 
 def test_every_plan_has_a_cost():
@@ -117,20 +117,6 @@ def test_a_step_moves_the_floor_and_what_the_model_says(case, plan):
         assert t[name].loaded == floor.read[name]
     assert t["q"].unique_read == floor.read["q"] and t["out"].stored == floor.written["out"]
     assert_as_the_model_says(t, case, config)
-
-
-@pytest.mark.parametrize("plan", FUSED)
-@pytest.mark.parametrize("reduce", WHOLE_ROWS)
-def test_what_a_fused_plan_refuses_moves_nothing(plan, reduce):
-    case = traffic_case((100, 0), dim=16)
-    config = tsattn.SparseConfig(token_budget=64, group_reduce=reduce, plan=plan)
-    with Traffic(**inputs(case)) as t, pytest.raises(ValueError, match="whole rows"):
-        tsattn.sparse_decode(
-            case.q, case.k_cache, case.v_cache, case.page_stats, case.page_table, case.seq_lens, config=config, impl="triton"
-        )
-    assert t.total == Count()
-    with pytest.raises(ValueError, match="whole rows"):
-        model(case, config)
 
 
 def many_splits():
@@ -168,7 +154,7 @@ def test_short_rows_kept_whole(plan):
 def test_rows_longer_than_the_selection_holds(plan, kind):
     """What lies past its first tile of scores is read once more for every bit of the threshold that the search needs."""
     case = traffic_case((700,), dim=16, heads_kv=1, kind=kind["kind"])
-    config = tsattn.SparseConfig(token_budget=192, plan=plan, **kind)
+    config = tsattn.SparseConfig(group_reduce="max", token_budget=192, plan=plan, **kind)
     options = {"page_size": 16, "kind": case.kind, "box_scale": config.box_scale, "impl": "triton"}
     scores = tsattn.score_pages(case.q, case.page_stats, case.page_table, case.seq_lens, **options)
     with space.forced("score", space.Config({"BLOCK_P": 4})), space.forced("fused", space.Config({"BLOCK_N": 32})):

@@ -65,7 +65,7 @@ def layer_of(case, per_query_head=False):
 
 def tiles_in_force():
     """The tiles that the launchers take now."""
-    return Tiles.of({stage: space.pick(stage).tiles for stage in ("score", "reduce", "select", "attend", "fused")})
+    return Tiles.of({stage: space.pick(stage).tiles for stage in ("score", "reduce", "select", "attend", "fused", "rank")})
 
 
 def assert_moved(t, cost, names, scratch=None):
@@ -90,11 +90,16 @@ def assert_moved(t, cost, names, scratch=None):
     assert total == (cost.bytes_read, cost.bytes_written, cost.bytes_atomic)
 
 
-def names_of_whole_rows(reduce):
+RANKING = {"lse": "lse of heads", "ranked": "shares", "leaders": "page_ids", "counts": "page_counts"}
+"""Scratch of the reductions of whole rows, as the cost calls it."""
+
+
+def names_of_whole_rows(reduce, plan="separate"):
     """By which names kernels first take what the cost of scoring by a reduction of whole rows calls otherwise."""
     if reduce not in WHOLE_ROWS:
         return {}
-    return {"per_head": "scores", "head_lse": "lse of heads"} | ({} if reduce in TURNS else {"scores": "shares"})
+    own = {} if reduce in TURNS or plan != "separate" else {"scores": "shares"}
+    return {"per_head": "scores", "head_lse": "lse of heads"} | own
 
 
 def renamed(cost, names):

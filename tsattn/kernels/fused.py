@@ -19,11 +19,13 @@ from tsattn import marks
 from tsattn.kernels.attend import attend_grid, attend_lists
 from tsattn.kernels.attend_split import attend_arguments, attend_config, max_splits, partial_pieces, split_counts_piece
 from tsattn.kernels.fused_attend import _attend_merge_kernel
+from tsattn.kernels.fused_rank import Ranking, rank_arguments
+from tsattn.kernels.fused_rank import scratch_pieces as rank_pieces
 from tsattn.kernels.fused_row import _row_kernel
 from tsattn.kernels.fused_score import _score_select_kernel
 from tsattn.kernels.fused_ticket import _ticket_kernel
 from tsattn.kernels.handoff import num_counters
-from tsattn.kernels.launch import Growing, Piece, constants, on_device_of, scratch_or_new
+from tsattn.kernels.launch import INTERPRET, Growing, Piece, constants, is_amd, on_device_of, scratch_or_new
 from tsattn.kernels.refine import refined_lists
 from tsattn.kernels.refine import scratch_pieces as refine_scratch
 from tsattn.kernels.score import score_arguments, score_pages
@@ -34,23 +36,20 @@ from tsattn.kernels.select import select_lists
 from tsattn.kernels.select_row import SelectArgs, SelectShape
 from tsattn.kernels.select_top_p import pages_for_mass
 from tsattn.scratch import Scratch, piece_bytes
-from tsattn.summaries import WHOLE_ROWS
+from tsattn.summaries import TURNS, WHOLE_ROWS
 from tsattn.tuning.plans import plan_for
 from tsattn.tuning.space import pick
 
 PLANS = ("separate", "two", "ticket", "row")
 
 
-def supports(plan: str, *, group_reduce: str, top_p: bool = False, refine: bool = False) -> str | None:
+def supports(plan: str, *, top_p: bool = False, refine: bool = False) -> str | None:
     """Why a plan can't serve a decode step; None if it can.
 
     Parameters
     ----------
     plan : str
         One of :data:`PLANS`.
-    group_reduce : str
-        As in :class:`tsattn.SparseConfig`. "softmax", "root", "mix" and "blend" rank by whole rows, which no single
-        program of a fused launch has.
     top_p : bool
         Whether lists end where a mass is reached, which whole rows of scores tell, too.
     refine : bool
@@ -58,8 +57,6 @@ def supports(plan: str, *, group_reduce: str, top_p: bool = False, refine: bool 
     """
     if plan not in PLANS:
         raise ValueError(f"plan must be one of {PLANS}, got {plan!r}")
-    if plan != "separate" and group_reduce in WHOLE_ROWS:
-        return f"group_reduce={group_reduce!r} needs whole rows of scores before it can rank; plan 'separate' has them"
     if plan != "separate" and top_p:
         return "top_p needs whole rows of scores before it knows how many pages to keep; plan 'separate' has them"
     if plan != "separate" and refine:
@@ -85,11 +82,13 @@ def choose_plan(
         R and HKV.
     num_cells, width : int
         N, the width of the page table, and K, the width of a list.
-    group_reduce, top_p, refine
+    group_reduce : str
+        As in :class:`tsattn.SparseConfig`.
+    top_p, refine : bool
         As in :func:`supports`.
     """
-    plan = plan_for(rows * num_kv_heads, num_cells, width)
-    return plan if supports(plan, group_reduce=group_reduce, top_p=top_p, refine=refine) is None else "separate"
+    plan = plan_for(rows * num_kv_heads, num_cells, width, turns=group_reduce in TURNS)
+    return plan if supports(plan, top_p=top_p, refine=refine) is None else "separate"
 
 
 def _list_pieces(num_rows: int, num_lists: int, width: int) -> list[Piece]:
@@ -149,9 +148,15 @@ def scratch_bytes(
         sizes = rows, num_heads, num_lists, head_dim, num_cells, width
         step += refine_scratch(*sizes, refine_pages, dtype, group_reduce, top_p)
     step += attend(width, num_lists)
+    fused = _list_pieces(rows, num_lists, width) + attend(width, num_lists)
+    if group_reduce in WHOLE_ROWS:
+        fused += rank_pieces(rows, num_heads, num_kv_heads, num_cells, group_reduce, width)
     dense = attend(num_cells, num_kv_heads)
     selection = select_pieces(rows * num_lists, num_cells, width, top_p=True)
-    return max(sum(piece_bytes(*piece) for piece in pieces) for pieces in (step, dense, selection))
+    return max(sum(piece_bytes(*piece) for piece in pieces) for pieces in (step, fused, dense, selection))
+
+
+_Rank = Ranking | tuple[None, None]
 
 
 @dataclass(frozen=True)
@@ -160,6 +165,7 @@ class _Step:
 
     num_rows: int
     score: tuple[Any, ...]
+    rank: _Rank
     select: SelectArgs
     attend: tuple[Any, ...]
     growing: Growing
@@ -171,15 +177,22 @@ class _Step:
         return self.select.shape(block, ".cg")
 
 
+def _registers(step: _Step) -> dict[str, int]:
+    """Left alone, ptxas stops at a round number of registers and puts a few values of a long program on the stack."""
+    return {} if step.rank[0] is None or is_amd() or INTERPRET else {"maxnreg": 255}
+
+
 def _two(step: _Step) -> None:
     score_tensors, score_shape, score_config = step.score
     tensors, shape, config, splits = step.attend
     _score_select_kernel[(step.num_rows * score_shape.HKV * triton.cdiv(step.growing.N, score_shape.BLOCK_P),)](
         score_tensors,
+        step.rank[0],
         step.select.tensors(),
         step.counters,
         *step.growing,
         constants(score_shape),
+        step.rank[1],
         step.select_shape(roomy=score_config.num_warps > 4),
         num_warps=score_config.num_warps,
         num_stages=score_config.num_stages,
@@ -202,16 +215,19 @@ def _ticket(step: _Step) -> None:
     tiles = step.num_rows * score_shape.HKV * triton.cdiv(step.growing.N, score_shape.BLOCK_P)
     _ticket_kernel[(tiles + attend_grid(step.num_rows, shape, splits)[0],)](
         score_tensors,
+        step.rank[0],
         step.select.tensors(),
         tensors,
         step.counters,
         step.num_rows,
         *step.growing,
         constants(score_shape),
+        step.rank[1],
         step.select_shape(),
         constants(shape),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        **_registers(step),
     )
 
 
@@ -220,14 +236,17 @@ def _row(step: _Step) -> None:
     tensors, shape, config, _ = step.attend
     _row_kernel[(step.num_rows * shape.HKV,)](
         score_tensors,
+        step.rank[0],
         step.select.tensors(),
         tensors,
         *step.growing,
         constants(score_shape),
+        step.rank[1],
         step.select_shape(),
         constants(shape),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        **_registers(step),
     )
 
 
@@ -286,7 +305,7 @@ def sparse_decode(
         out.zero_()
         lse.fill_(-torch.inf)
         return
-    reason = supports(plan, group_reduce=group_reduce, top_p=top_p is not None, refine=refine_pages is not None)
+    reason = supports(plan, top_p=top_p is not None, refine=refine_pages is not None)
     if reason is not None:
         raise ValueError(f"plan {plan!r} can't be used: {reason}")
     if plan in ("two", "ticket"):
@@ -372,6 +391,12 @@ def sparse_decode(
             marks.part("attend")
             attend_lists(num_rows, growing, *attend[:3])
         else:
-            score = score_arguments(q, page_stats, page_table, seq_lens, scores, **score_options)
+            rank: _Rank = (None, None)
+            target = scores
+            if group_reduce in WHOLE_ROWS:
+                pieces = rank_pieces(num_rows, q.shape[1], num_kv_heads, num_cells, group_reduce, width)
+                target, rank = rank_arguments(pieces, group_reduce, scratch)
+                score_options["group_reduce"] = "none"
+            score = score_arguments(q, page_stats, page_table, seq_lens, target, **score_options)
             marks.part(_FIRST_LAUNCH[plan])
-            _FUSED[plan](_Step(num_rows, score, select, attend, growing, counters))
+            _FUSED[plan](_Step(num_rows, score, rank, select, attend, growing, counters))

@@ -31,6 +31,7 @@ def _attend_list(t, c, g, row, list_head):
 @triton.jit(do_not_specialize=GROWING)
 def _row_kernel(
     score_t,
+    rank_t,
     select_t,
     t,
     N,
@@ -46,6 +47,7 @@ def _row_kernel(
     recent_pages,
     window,
     score_c,
+    rank_c,
     select_c,
     c,
 ):
@@ -57,9 +59,9 @@ def _row_kernel(
     length = tl.load(score_t.seq_lens + row * score_t.stride_len)
     num_used = pages_of(length, N, c.S).to(tl.int32)
     for first in range(0, num_used, score_c.BLOCK_P):
-        score_own_pages(score_t, score_c, g, row, head, first, num_used, length)
+        score_own_pages(score_t, score_c, g, row, head, first, num_used, length, rank_c is not None)
     tl.debug_barrier()
-    select_lists_of_head(select_t, select_c, g, row, head, c.HKV)
+    select_lists_of_head(score_t, score_c, rank_t, rank_c, select_t, select_c, g, row, head, num_used)
     tl.debug_barrier()
     LISTS: tl.constexpr = c.HL // c.HKV
     for i in range(LISTS):

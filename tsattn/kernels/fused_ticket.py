@@ -49,6 +49,7 @@ def _wait_and_attend(t, c, select_t, select_c, g, counters, num_rows, index):
 @triton.jit(do_not_specialize=[*GROWING, "num_rows"])
 def _ticket_kernel(
     score_t,
+    rank_t,
     select_t,
     t,
     counters,
@@ -66,6 +67,7 @@ def _ticket_kernel(
     recent_pages,
     window,
     score_c,
+    rank_c,
     select_c,
     c,
 ):
@@ -78,7 +80,7 @@ def _ticket_kernel(
     num_tiles = num_rows * c.HKV * ((N + score_c.BLOCK_P - 1) // score_c.BLOCK_P)
     if ticket < num_tiles:
         row, head, first = score_program(ticket, score_c, g)
-        if score_and_select(score_t, score_c, select_t, select_c, g, counters, row, head, first):
+        if score_and_select(score_t, score_c, rank_t, rank_c, select_t, select_c, g, counters, row, head, first):
             _raise_flags(c, counters, num_rows, row, head)
     else:
         _wait_and_attend(t, c, select_t, select_c, g, counters, num_rows, ticket - num_tiles)

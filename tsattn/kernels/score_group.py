@@ -33,23 +33,49 @@ from tsattn.summaries import TURNS
 from tsattn.tuning.space import pick
 
 
-@triton.jit(do_not_specialize=["N"])
-def _page_lse_kernel(lse, per_head, seq_lens, stride_len, N, HQ: tl.constexpr, S: tl.constexpr, BLOCK_N: tl.constexpr):
-    """lse[r, h] = log of the sum of exp of the finite scores of the row's pages; -inf where there is none."""
-    row = (tl.program_id(0) // HQ).to(tl.int64)
-    num_used = pages_of(tl.load(seq_lens + row * stride_len), N, S)
-    base = per_head + tl.program_id(0).to(tl.int64) * N
+@triton.jit
+def lse_of_head(scores, num_used, BLOCK_N: tl.constexpr, CACHE: tl.constexpr):
+    """Log of the sum of exp of a row's finite scores; -inf where there is none.
+
+    Exponentials are added as integers, in units of 2**-40 of the largest: launches of different shapes add in different orders,
+    and must have the same bits.
+    """
     top = float("-inf")
-    total = 0.0
     for first in range(0, num_used, BLOCK_N):
         n = first + tl.arange(0, BLOCK_N)
-        s = tl.load(base + n, mask=n < num_used, other=float("-inf"))
-        s = tl.where(s == float("inf"), float("-inf"), s)
-        new_top = tl.maximum(top, tl.max(s, axis=0))
-        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-        total = total * tl.exp(top - shift) + tl.sum(tl.exp(s - shift), axis=0)
-        top = new_top
-    tl.store(lse + tl.program_id(0), top + tl.log(total))
+        s = tl.load(scores + n, mask=n < num_used, other=float("-inf"), cache_modifier=CACHE)
+        top = tl.maximum(top, tl.max(tl.where(s == float("inf"), float("-inf"), s), axis=0))
+    shift = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.full([], 0, tl.int64)
+    for first in range(0, num_used, BLOCK_N):
+        n = first + tl.arange(0, BLOCK_N)
+        s = tl.load(scores + n, mask=n < num_used, other=float("-inf"), cache_modifier=CACHE)
+        finite = tl.where(s == float("inf"), float("-inf"), s)
+        total += tl.sum((tl.exp(finite - shift) * 1099511627776.0).to(tl.int64), axis=0)
+    return shift + tl.log(total.to(tl.float32) / 1099511627776.0)
+
+
+@triton.jit
+def join_heads(heads, lse, n, used, N, G: tl.constexpr, ROOT: tl.constexpr, CACHE: tl.constexpr):
+    """(shares or their roots added up over G heads, maxima over them) of pages n; scores of the heads lie N apart."""
+    total = tl.zeros(n.shape, tl.float32)
+    top = tl.full(n.shape, float("-inf"), tl.float32)
+    for h in range(G):
+        s = tl.load(heads + h * N + n, mask=used, other=float("-inf"), cache_modifier=CACHE)
+        log_share = s - tl.load(lse + h)
+        total += tl.where(s == float("-inf"), 0.0, tl.exp(0.5 * log_share if ROOT else log_share))
+        top = tl.maximum(top, s)
+    total = tl.where(top == float("inf"), float("inf"), total)
+    return tl.where(used, total, float("-inf")), top
+
+
+@triton.jit(do_not_specialize=["N"])
+def _page_lse_kernel(lse, per_head, seq_lens, stride_len, N, HQ: tl.constexpr, S: tl.constexpr, BLOCK_N: tl.constexpr):
+    """lse[r, h] of the scores of one query head."""
+    row = (tl.program_id(0) // HQ).to(tl.int64)
+    num_used = pages_of(tl.load(seq_lens + row * stride_len), N, S)
+    scores = per_head + tl.program_id(0).to(tl.int64) * N
+    tl.store(lse + tl.program_id(0), lse_of_head(scores, num_used, BLOCK_N, ""))
 
 
 @triton.jit(do_not_specialize=["stride_or", "stride_oh", "stride_fr", "stride_fh", "N", "floor"])
@@ -80,16 +106,8 @@ def _group_softmax_kernel(
     head = ((tl.program_id(0) // num_tiles) % HKV).to(tl.int64)
     row = (tl.program_id(0) // num_tiles // HKV).to(tl.int64)
     used = n < pages_of(tl.load(seq_lens + row * stride_len), N, S)
-    total = tl.zeros([BLOCK_N], tl.float32)
-    top = tl.full([BLOCK_N], float("-inf"), tl.float32)
-    for h in range(G):
-        row_head = row * (HKV * G) + head * G + h
-        s = tl.load(per_head + row_head * N + n, mask=used, other=float("-inf"))
-        log_share = s - tl.load(lse + row_head)
-        total += tl.where(s == float("-inf"), 0.0, tl.exp(0.5 * log_share if ROOT else log_share))
-        top = tl.maximum(top, s)
-    total = tl.where(top == float("inf"), float("inf"), total)
-    total = tl.where(used, total, float("-inf"))
+    first_head = (row * HKV + head) * G
+    total, top = join_heads(per_head + first_head * N, lse + first_head, n, used, N, G, ROOT, "")
     place = row * stride_or + head * stride_oh + n.to(tl.int64) * stride_on
     tl.store(shares + place, total, mask=n < N)
     if MIX:
@@ -158,6 +176,30 @@ def _mix_kernel(
     tl.store(scores + row * stride_or + head * stride_oh + n.to(tl.int64) * stride_on, turn, mask=n < N)
 
 
+@triton.jit
+def turns_of_leaders(
+    scores_row,
+    stride_n,
+    pages,
+    i,
+    shares,
+    by_share,
+    N,
+    K,
+    HKV: tl.constexpr,
+    EVERY: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Write the scores of entries i [BLOCK_R] of `pages`, one of a KV head's two lists of K leaders.
+
+    The maxima lie HKV * N behind the shares, and their list HKV * K behind that of the shares.
+    """
+    n = tl.load(pages + i, mask=i < K, other=-1)
+    turn = _turns(shares + HKV * N, shares, n, n >= 0, by_share + HKV * K, by_share, K, EVERY, BLOCK_R, BLOCK_N)
+    tl.store(scores_row + n.to(tl.int64) * stride_n, turn, mask=n >= 0)
+
+
 @triton.jit(do_not_specialize=["stride_or", "stride_oh", "N", "K"])
 def _mix_leaders_kernel(
     scores,
@@ -178,11 +220,10 @@ def _mix_leaders_kernel(
     which = (tl.program_id(0) // num_tiles).to(tl.int64)
     row = which // (2 * HKV)
     head = which % HKV
-    n = tl.load(leaders + which * K + i, mask=i < K, other=-1)
     shares = ranked + (row * (2 * HKV) + head) * N
     by_share = leaders + (row * (2 * HKV) + head) * K
-    turn = _turns(shares + HKV * N, shares, n, n >= 0, by_share + HKV * K, by_share, K, EVERY, BLOCK_R, BLOCK_N)
-    tl.store(scores + row * stride_or + head * stride_oh + n.to(tl.int64) * stride_on, turn, mask=n >= 0)
+    scores_row = scores + row * stride_or + head * stride_oh
+    turns_of_leaders(scores_row, stride_on, leaders + which * K, i, shares, by_share, N, K, HKV, EVERY, BLOCK_R, BLOCK_N)
 
 
 class Leading(NamedTuple):

@@ -341,6 +341,9 @@ def cases() -> dict[str, Callable[[], None]]:
     for plan in ("two", "row"):
         for kind, m in (("means", 1), ("means", 4), ("minmax", 2)):
             add(_decode, plan, kind, m, BF16, BF16, 128, 16, 4, "max", stats=INT8)
+    for plan in kernels.PLANS[1:]:
+        add(_decode, plan, "means", 2, BF16, BF16, 128, 16, 4, "blend", stats=INT8)
+    add(_decode, "two", "means", 1, FP16, FP16, 64, 16, 1, "softmax", extras=True)
     add(_decode, "two", "meanvar", 2, FP32, FP32, 64, 16, 1, "sum", cells=1)
     add(_decode, "ticket", "minmax", 2, BF16, FP8, 256, 64, 17, "max")
     for plan in kernels.PLANS:

@@ -21,16 +21,25 @@ The model can't tell plans apart that are within 3 us or 12 %; of those the simp
 ticket, row. It holds a selection of up to 8,192 pages in registers. The fused kernels hold 2,048 and read longer rows again for
 every bit of the threshold, so rows beyond that are left to separate launches, which select on two levels. Measured times would
 replace this table.
+
+The times are those of "max". Reductions of whole rows take three to four launches more in plan separate; in the others the last
+program to score a row does that work alone, over all pages of a row three times, at some 60 GB/s: less than those launches
+for up to 2,048 pages.
 """
 
 from __future__ import annotations
 
+#: Pages of a list that one program ranks among themselves in a fused plan, for "mix" and "blend": the work is quadratic.
+MOST_TURNS = 128
 #: (rows * KV heads at most, pages at most, plan): the first entry that holds; "separate" where none does.
 RULES: tuple[tuple[int, int, str], ...] = ((128, 2048, "two"),)
 
 
-def plan_for(row_heads: int, num_cells: int, width: int) -> str:
-    """The plan for a step of `row_heads` (row, KV head) pairs, tables of `num_cells` pages and lists of `width`."""
+def plan_for(row_heads: int, num_cells: int, width: int, turns: bool = False) -> str:
+    """The plan for a step of `row_heads` (row, KV head) pairs, tables of `num_cells` pages and lists of `width`; `turns` says
+    whether these are settled by turns."""
+    if turns and width > MOST_TURNS:
+        return "separate"
     for most_row_heads, most_pages, plan in RULES:
         if row_heads <= most_row_heads and max(num_cells, width) <= most_pages:
             return plan

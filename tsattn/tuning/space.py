@@ -23,7 +23,7 @@ from triton.runtime.driver import driver
 
 from tsattn.tuning import store
 
-STAGES = ("append", "score", "reduce", "select", "attend", "merge", "fused")
+STAGES = ("append", "score", "reduce", "select", "attend", "merge", "fused", "rank")
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,7 @@ _INTERPRETER: Mapping[str, Config] = {
     "attend": Config({"BLOCK_T": 128, "MIN_TILES": 2, "MAX_SPLITS": 64}),
     "merge": Config({"BLOCK_R": 64}),
     "fused": Config({"BLOCK_N": 2048}),
+    "rank": Config({"RANK_N": 1024, "RANK_PAGES": 256, "RANK_OTHER": 1024}),
 }
 
 
@@ -123,6 +124,8 @@ _ENTRIES = (
     Entry("merge", (Config({"BLOCK_R": 1}),)),
     # Scores that a fused plan's selection holds in registers at one time.
     Entry("fused", (Config({"BLOCK_N": 2048}),)),
+    # Reductions of whole rows inside a fused launch: larger tiles than these take the registers of the other stages.
+    Entry("rank", (Config({"RANK_N": 256, "RANK_PAGES": 32, "RANK_OTHER": 32}),)),
 )
 
 
