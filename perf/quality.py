@@ -43,6 +43,7 @@ SUMMARIES = {
     "box X=0.25": "kind=minmax,box_scale=0.25,dtype=None",
     "box X=0": "kind=minmax,box_scale=0,dtype=None",
 }
+REDUCTIONS = ("max", "mix", "softmax", "none")
 WAYS = ("max", "mix", "softmax", "root", "blend")
 """To share a list."""
 BUDGETS = (128, 256, 512, 768, 1024, 2048)
@@ -71,7 +72,7 @@ def summaries() -> list[Spec]:
     """Kind x parts x storage x reduction, at 256 tokens, with two yardsticks."""
     found = [
         spec(f"{name}, {reduce}", f"{options},reduce={reduce},budget=256")
-        for (name, options), reduce in product(SUMMARIES.items(), (*WAYS, "none"))
+        for (name, options), reduce in product(SUMMARIES.items(), REDUCTIONS)
     ]
     return [
         *found,
@@ -90,13 +91,11 @@ def budgets() -> list[Spec]:
 
 
 def pages() -> list[Spec]:
-    """Page sizes at 256 tokens; lists are shared by "mix", but for the bound, and those of several means by "blend", too."""
+    """Page sizes at 256 tokens; lists are shared by "mix", but for the bound."""
     found = []
     for name, size in product(FEW, PAGE_SIZES):
-        options = f"{SUMMARIES[name]},page_size={size},budget=256,recent={max(1, 64 // size)}"
-        found.append(spec(f"{name}, S={size}", f"{options},reduce={'max' if name in BOUNDS else 'mix'}"))
-        if name in FEW[1:3]:
-            found.append(spec(f"{name}, blend, S={size}", f"{options},reduce=blend"))
+        options = f"page_size={size},budget=256,recent={max(1, 64 // size)},reduce={'max' if name in BOUNDS else 'mix'}"
+        found.append(spec(f"{name}, S={size}", f"{SUMMARIES[name]},{options}"))
     return found
 
 
@@ -230,19 +229,6 @@ def fresh_tasks(loaded: Any, paragraphs: list[str]) -> list[Task]:
     return [*tasks, *(maker(loaded, paragraphs, 8192, seed).continuation(96) for seed in (60, 61))]
 
 
-def longest() -> list[Spec]:
-    """What was chosen up to 16K, at nearly all of the model's 32K; two yardsticks."""
-    return [one for one in fresh() if "root" not in one.label]
-
-
-def longest_tasks(loaded: Any, paragraphs: list[str]) -> list[Task]:
-    """Standard pass keys at eight depths of 31K tokens, and one continued text."""
-    make = maker(loaded, paragraphs, 31 * 1024, 70)
-    facts = enumerate(needles.depths(8))
-    tasks: list[Task] = [make.retrieval(needles.pass_key("standard", 70 + i), "standard", depth) for i, depth in facts]
-    return [*tasks, make.continuation(96)]
-
-
 POLICIES: dict[str, Callable[[], list[Spec]]] = {
     "summaries": summaries,
     "budgets": budgets,
@@ -254,7 +240,6 @@ POLICIES: dict[str, Callable[[], list[Spec]]] = {
     "defaults": defaults,
     "twelfth": twelfth,
     "fresh": fresh,
-    "longest": longest,
 }
 
 
@@ -286,7 +271,6 @@ def sweep(name: str, loaded: Any, paragraphs: list[str], out: Path) -> None:
         "proof": proof_tasks,
         "twelfth": twelfth_tasks,
         "fresh": fresh_tasks,
-        "longest": longest_tasks,
     }
     tasks = own.get(name, usual_tasks)(loaded, paragraphs)
     specs, metric = POLICIES[name](), None

@@ -147,7 +147,7 @@ def _reduce_row(layer: Layer, length: int, cells: int, tiles: Tiles, mix: bool, 
     shares = cdiv(cells, tiles.BLOCK_N)
     reads = {
         "seq_lens": (group + shares) * I32,
-        "per_head": 3 * group * used * F32,
+        "per_head": 2 * group * used * F32,
         "head_lse": shares * group * F32,
     }
     writes = {"head_lse": group * F32, "scores": cells * F32}
@@ -181,7 +181,7 @@ def rank_rows(
     cost = Cost()
     for length in lengths:
         used, group = layer.pages(length), layer.group
-        reads = {"per_head": 3 * group * used * F32, "head_lse": cdiv(used, tiles.RANK_N) * group * F32}
+        reads = {"per_head": 2 * group * used * F32, "head_lse": cdiv(used, tiles.RANK_N) * group * F32}
         writes = {"head_lse": group * F32, "scores": used * F32, "shares": 2 * used * F32 if turns else 0}
         row = Cost(reads, writes)
         if turns:

@@ -28,7 +28,7 @@ def budgets_of(
     config: SparseConfig, seq_lens: Tensor, all_tokens: int, workspace: DecodeWorkspace | None, budget: Tensor | None
 ) -> Tensor | None:
     """Tokens per row: those asked for, at most the configuration's, and of short rows all; None where one budget holds."""
-    if config.min_seq_len <= config.token_budget:
+    if config.min_seq_len == 0 or (budget is None and config.min_seq_len <= config.token_budget):
         return budget  # the width of the lists is the cap
     if workspace is None:
         asked = config.token_budget if budget is None else budget.clamp_max(config.token_budget)

@@ -69,6 +69,20 @@ def test_a_budget_per_row_is_that_of_select_pages(impl, shape, name):
         assert_attends(result, case, impl)
 
 
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("min_seq_len", [9, 24, 25])
+def test_a_short_row_keeps_everything_whatever_its_budget(impl, min_seq_len):
+    """Whether or not the configuration's budget, 24 tokens, would cover it."""
+    case = random_case(SHAPES[0])
+    config = config_for(SHAPES[0], min_seq_len=min_seq_len)
+    result = step(case, config, impl, budget=torch.tensor([0, 0, 1, 0, 5, 5], dtype=torch.int32))
+    kept = [0, 1, 1, 3 if min_seq_len > 9 else 0, 2, 2]
+    assert result.selection.page_counts[:, 0].tolist() == kept
+    q, k_cache, v_cache, _, *paged = arguments(case)
+    dense = tsattn.dense_decode(q, k_cache, v_cache, *paged, impl=impl)
+    assert_same_bits(result.out[:3], dense[:3])
+
+
 @pytest.mark.parametrize("plan", ["two", "ticket", "row"])
 @pytest.mark.parametrize("min_seq_len", [0, 41])
 def test_every_plan_keeps_the_budgets_of_its_rows(plan, min_seq_len):

@@ -91,7 +91,7 @@ def batch(rows: int) -> PagedCase:
     return on_gpu(make_case(lengths, heads_kv=8, dim=128, dtype=torch.bfloat16, kind="minmax"))
 
 
-@pytest.mark.parametrize("reduce", ["max", "none"])
+@pytest.mark.parametrize("reduce", ["max", "none", "softmax", "blend"])
 @pytest.mark.parametrize("rows", [1, 64])
 @pytest.mark.parametrize("plan", FUSED)
 def test_a_thousand_steps_give_the_bits_of_separate_launches(plan, rows, reduce):

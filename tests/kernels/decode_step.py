@@ -21,7 +21,7 @@ def small_tiles(pages=4, tokens=16, keys=2048):
         space.forced("score", space.Config({"BLOCK_P": pages})),
         space.forced("attend", space.Config({"BLOCK_T": tokens, "MIN_TILES": 1, "MAX_SPLITS": 64})),
         space.forced("fused", space.Config({"BLOCK_N": keys})),
-        space.forced("rank", space.Config({"RANK_N": 4, "RANK_PAGES": 2, "RANK_OTHER": 4})),
+        space.forced("rank", space.Config({"RANK_N": 4, "RANK_PAGES": 4, "RANK_OTHER": 4})),
     ):
         yield
 

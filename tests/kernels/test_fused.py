@@ -41,10 +41,10 @@ CASES = {
     "one-page-kept": ({}, {"width": 1}),
     "shares": ({"parts": 4, "dtype": BF16}, {"reduce": "softmax", "width": 3}),
     "roots": ({"heads_kv": 1, "group": 19, "dim": 16}, {"reduce": "root"}),
-    "two-turns": ({"kind": "meanvar", "heads_kv": 3}, {"reduce": "mix", "width": 5}),
-    "four-turns": ({"group": 4}, {"reduce": "blend", "width": 6, "recent_pages": 2}),
+    "two-turns": ({"kind": "meanvar", "group": 1}, {"reduce": "mix", "width": 5}),
+    "four-turns": ({"heads_kv": 1, "group": 4}, {"reduce": "blend", "width": 6, "recent_pages": 2}),
     "turns-of-one-page": ({"heads_kv": 1}, {"reduce": "blend", "width": 1}),
-    "turns-of-all-pages": ({"heads_kv": 1, "page_size": 4}, {"reduce": "mix", "width": 40, "sink_pages": 3}),
+    "turns-of-all-pages": ({"heads_kv": 1}, {"reduce": "mix", "width": 9, "sink_pages": 3}),
     "more-kept-than-there-are": ({}, {"width": 30}),
 }
 

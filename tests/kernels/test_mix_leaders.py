@@ -62,7 +62,13 @@ def test_lists_are_those_of_ranking_all_pages(algorithm, make, monkeypatch):
     with space.forced("select", space.Config(small)):
         for budget, sinks, recent in ((96, 1, 2), (48, 0, 1)):
             config = tsattn.SparseConfig(
-                token_budget=budget, sink_pages=sinks, recent_pages=recent, parts=1, stats_dtype=None, group_reduce="mix"
+                token_budget=budget,
+                sink_pages=sinks,
+                recent_pages=recent,
+                parts=1,
+                stats_dtype=None,
+                group_reduce="mix",
+                plan="separate",
             )
             for rows in (None, torch.tensor([budget, 64, 20, 30], dtype=torch.int32)):
                 ours, right = (chosen(case, config, impl, rows) for impl in ("triton", "reference"))

@@ -11,6 +11,8 @@ from tsattn.scratch import ALIGNMENT, Scratch
 from tsattn.testing import assert_same_bits, make_case
 from tsattn.tuning import space
 
+pytestmark = pytest.mark.once
+
 CPU = torch.device("cpu")
 
 

@@ -40,7 +40,6 @@ def test_policies_have_labels_of_their_own(name):
         quality.proof_tasks,
         quality.twelfth_tasks,
         quality.fresh_tasks,
-        quality.longest_tasks,
     ],
 )
 def test_tasks_have_their_lengths_and_differ(tasks):
@@ -60,8 +59,19 @@ def test_yardsticks_of_the_heat_map_read_as_many_bytes_as_the_defaults(context):
     budget = ours.config.pages_kept * ours.config.page_size
     spent = (statistics_bytes(step, ours.config) + budget * token) / token
     for spec in others:
-        if "equal" in spec.label:
+        if "equal" in spec.label and spec.name != "paper":
             assert spec.config.page_size + spent > spec.config.pages_kept * spec.config.page_size >= spent - context / 512
+
+
+@pytest.mark.parametrize("context", quality.HEAT_SEEDS)
+def test_the_paper_read_as_many_bytes_as_the_defaults_where_it_is_said_to(context):
+    """Its lists per query head overlap, so only a measurement tells what they read together."""
+    rows = [row for row in grid.read_rows(RESULTS / "heat_map" / "rows.jsonl") if row["task"]["context"] == context]
+    ours, theirs = (
+        [row["bytes_share"] for row in rows if row["policy"] == label] for label in ("tsattn", "paper, equal bytes")
+    )
+    assert len(ours) == len(theirs) == 8
+    assert sum(theirs) == pytest.approx(sum(ours), rel=0.03)
 
 
 @pytest.mark.parametrize("folder", sorted(path.name for path in RESULTS.iterdir() if path.name in quality.POLICIES))

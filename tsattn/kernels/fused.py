@@ -177,9 +177,9 @@ class _Step:
         return self.select.shape(block, ".cg")
 
 
-def _registers(step: _Step) -> dict[str, int]:
+def _registers(step: _Step, most: int) -> dict[str, int]:
     """Left alone, ptxas stops at a round number of registers and puts a few values of a long program on the stack."""
-    return {} if step.rank[0] is None or is_amd() or INTERPRET else {"maxnreg": 255}
+    return {} if step.rank[0] is None or is_amd() or INTERPRET else {"maxnreg": most}
 
 
 def _two(step: _Step) -> None:
@@ -196,6 +196,7 @@ def _two(step: _Step) -> None:
         step.select_shape(roomy=score_config.num_warps > 4),
         num_warps=score_config.num_warps,
         num_stages=score_config.num_stages,
+        **_registers(step, 96),
     )
     marks.part("attend")
     _attend_merge_kernel[attend_grid(step.num_rows, shape, splits)](
@@ -227,7 +228,7 @@ def _ticket(step: _Step) -> None:
         constants(shape),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        **_registers(step),
+        **_registers(step, 255),
     )
 
 
@@ -246,7 +247,7 @@ def _row(step: _Step) -> None:
         constants(shape),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        **_registers(step),
+        **_registers(step, 255),
     )
 
 

@@ -33,6 +33,7 @@ class RankShape(NamedTuple):
 
     ROOT: Any
     EVERY: Any  # 0: scores are shares, or their roots
+    BLOCK_N: Any  # scores of a log-sum-exp's tile: those of separate launches, for the same bits
     RANK_N: Any  # pages whose scores are joined at a time
     RANK_PAGES: Any  # leaders that are ranked at a time, among
     RANK_OTHER: Any  # so many others
@@ -72,7 +73,7 @@ def rank_row(t, c, per_head, select_t, select_c, g, row, head, num_used, HKV: tl
     first_head = (row * HKV + head) * G
     heads = per_head + first_head * g.N
     for h in range(G):
-        tl.store(t.lse + first_head + h, lse_of_head(heads + h * g.N, num_used, c.RANK_N, ".cg"))
+        tl.store(t.lse + first_head + h, lse_of_head(heads + h * g.N, num_used, c.BLOCK_N, ".cg"))
     tl.debug_barrier()
     scores_row = select_t.scores + row * g.stride_sr + head * g.stride_sh
     for first in range(0, num_used, c.RANK_N):
@@ -130,6 +131,6 @@ def rank_arguments(pieces: list[Piece], group_reduce: str, scratch: Scratch) -> 
     ranked, leaders, counts = of_turns or (None, None, None)
     by_shares, every = TURNS.get(group_reduce, (group_reduce, 0))
     config = pick("rank")
-    blocks = config["RANK_N"], config["RANK_PAGES"], config["RANK_OTHER"]
+    blocks = pick("reduce")["BLOCK_N"], config["RANK_N"], config["RANK_PAGES"], config["RANK_OTHER"]
     shape = constants(RankShape(by_shares == "root", every, *blocks))
     return per_head, (RankTensors(lse, ranked, leaders, counts), shape)

@@ -37,22 +37,21 @@ from tsattn.tuning.space import pick
 def lse_of_head(scores, num_used, BLOCK_N: tl.constexpr, CACHE: tl.constexpr):
     """Log of the sum of exp of a row's finite scores; -inf where there is none.
 
-    Exponentials are added as integers, in units of 2**-40 of the largest: launches of different shapes add in different orders,
+    Exponentials of a tile are added as integers, in units of 2**-40: launches with other numbers of warps add in other orders,
     and must have the same bits.
     """
     top = float("-inf")
+    total = 0.0
     for first in range(0, num_used, BLOCK_N):
         n = first + tl.arange(0, BLOCK_N)
         s = tl.load(scores + n, mask=n < num_used, other=float("-inf"), cache_modifier=CACHE)
-        top = tl.maximum(top, tl.max(tl.where(s == float("inf"), float("-inf"), s), axis=0))
-    shift = tl.where(top == float("-inf"), 0.0, top)
-    total = tl.full([], 0, tl.int64)
-    for first in range(0, num_used, BLOCK_N):
-        n = first + tl.arange(0, BLOCK_N)
-        s = tl.load(scores + n, mask=n < num_used, other=float("-inf"), cache_modifier=CACHE)
-        finite = tl.where(s == float("inf"), float("-inf"), s)
-        total += tl.sum((tl.exp(finite - shift) * 1099511627776.0).to(tl.int64), axis=0)
-    return shift + tl.log(total.to(tl.float32) / 1099511627776.0)
+        s = tl.where(s == float("inf"), float("-inf"), s)
+        new_top = tl.maximum(top, tl.max(s, axis=0))
+        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+        units = tl.sum((tl.exp(s - shift) * 1099511627776.0).to(tl.int64), axis=0)
+        total = total * tl.exp(top - shift) + units.to(tl.float32) / 1099511627776.0
+        top = new_top
+    return top + tl.log(total)
 
 
 @triton.jit
