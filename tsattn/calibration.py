@@ -26,8 +26,8 @@ def calibrate(
 ) -> SparseConfig:
     """Find the configuration that reads the fewest bytes per step while its answers stay those of dense attention.
 
-    Candidates (kinds of summary, parts, sharing, budgets, dense layers, all with int8 statistics) are measured on the first
-    half of the text: KL divergence of next-token distributions where the text goes on, and pass keys hidden in it. Those that
+    Candidates (kinds of summary, parts, their storage, sharing, budgets, dense layers) are measured on the first half of the
+    text: KL divergence of next-token distributions where the text goes on, and pass keys hidden in it. Those that
     stay within the tolerance are then tried on the second half, cheapest first, with other pass keys; the first that holds is
     returned.
 

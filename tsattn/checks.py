@@ -222,7 +222,8 @@ def select(
             raise TypeError(f"budget must be an int, an int32 tensor [R] or None, got {budget!r}")
         if budget < 1:
             raise ValueError(f"budget must be at least 1 token, got {budget}")
-    if top_p is not None and not (isinstance(top_p, int | float) and 0.0 < top_p <= 1.0):
+    is_number = isinstance(top_p, int | float) and not isinstance(top_p, bool)
+    if top_p is not None and not (is_number and 0.0 < top_p <= 1.0):
         raise ValueError(f"top_p must be in (0, 1], got {top_p!r}")
     if out is not None:
         selection("out", out, rows, heads)

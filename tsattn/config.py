@@ -127,6 +127,7 @@ class SparseConfig:
         for name, allowed in (("kind", tuple(SUMMARIES)), ("group_reduce", GROUP_REDUCTIONS), ("plan", PLANS)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"SparseConfig.{name} must be one of {allowed}, got {getattr(self, name)!r}")
+        _integer("parts", self.parts, 1)
         num_vectors(self.kind, self.parts)
         if not self._wrote_reduction:
             object.__setattr__(self, "group_reduce", _UNWRITTEN[self._usual_reduction()])
@@ -155,7 +156,7 @@ class SparseConfig:
         if self._ranks_page_by_page():
             return "max"
         # One mean ranks too roughly to give the heads' joint wishes three places of four (docs/quality.md, "How many tokens").
-        has_several_means = self.kind == "centroids" or (self.kind == "means" and self.parts > 1)
+        has_several_means = SUMMARIES[self.kind].combine == "logsumexp" and num_vectors(self.kind, self.parts) > 1
         return "blend" if has_several_means else "mix"
 
     def _ranks_page_by_page(self) -> bool:

@@ -1,6 +1,7 @@
 """calibrate: the cheapest configuration that holds on both halves of a text; files; what is refused."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -97,7 +98,16 @@ def test_default_candidates_are_different_and_dense_layers_come_where_there_are_
         ([1] * 400, {"candidates": []}, "candidates: there are none"),
         ([1] * 400, {"contexts": ()}, "contexts must be"),
         ([1] * 400, {"contexts": 160}, "contexts must be"),
-        ([1] * 400, {"continued": 1}, "continued must be at least 2"),
+        ([1] * 400, {"contexts": [160.5]}, "contexts must be a whole number, at least 2, got 160.5"),
+        ([1] * 400, {"continued": 1}, "continued must be a whole number, at least 2, got 1"),
+        ([1] * 400, {"pass_keys": 2.5}, "pass_keys must be"),
+        ([1] * 400, {"seed": "x"}, "seed must be"),
+        ([1] * 400, {"max_kl": math.nan}, "max_kl must be"),
+        ([1] * 400, {"max_kl": "a"}, "max_kl must be"),
+        ([1] * 400, {"max_missed": -1}, "max_missed must be"),
+        ([True] * 400, {}, "token_ids must be integers"),
+        ([10**6] * 400, {}, "token_ids must be below the model's"),
+        ([1] * 400, {"out": __file__}, "out must be a folder"),
         ([1] * 400, {"candidates": [SparseConfig(reselect_every=2)]}, "reselect_every"),
     ],
 )
@@ -107,6 +117,8 @@ def test_what_cannot_be_meant_is_refused(loaded, tokens, options, message):
 
 
 def test_a_candidate_and_a_model_in_training_are_refused(loaded):
+    with pytest.raises(TypeError, match="candidates must be several"):
+        tsattn.calibrate(loaded[0], [1] * 400, candidates=SparseConfig(), **SIZES)
     with pytest.raises(TypeError, match="config must be a SparseConfig"):
         tsattn.calibrate(loaded[0], [1] * 400, candidates=[{}], **SIZES)
     model = type(loaded[0])(loaded[0].config).train()

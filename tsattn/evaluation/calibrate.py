@@ -45,9 +45,19 @@ class Tolerance:
     max_kl: float
     max_missed: int
 
+    def __post_init__(self) -> None:
+        if isinstance(self.max_kl, bool) or not isinstance(self.max_kl, int | float) or not self.max_kl >= 0.0:
+            raise ValueError(f"max_kl must be a number of nats, at least 0, got {self.max_kl!r}")
+        _whole("max_missed", self.max_missed, 0)
+
     def holds(self, rows: Sequence[Row]) -> bool:
         """Whether the rows of one policy (and dense attention's) stay within it."""
         return all(kl <= self.max_kl and missed <= self.max_missed for kl, missed in distances(rows).values())
+
+
+def _whole(name: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} must be a whole number, at least {least}, got {value!r}")
 
 
 def default_candidates(full_layers: Sequence[int] = ()) -> list[SparseConfig]:
@@ -96,13 +106,22 @@ def run(
     progress: bool,
 ) -> SparseConfig:
     """See :func:`tsattn.calibrate`."""
-    if isinstance(contexts, int) or not contexts or min(contexts) < 2:
-        raise ValueError(f"contexts must be numbers of tokens, at least 2, got {contexts!r}")
-    if continued < 2 or pass_keys < 1:
-        raise ValueError(f"continued must be at least 2 and pass_keys at least 1, got {continued} and {pass_keys}")
+    if isinstance(contexts, int | str) or not list(contexts):
+        raise ValueError(f"contexts must be numbers of tokens, got {contexts!r}")
+    for context in contexts:
+        _whole("contexts", context, 2)
+    for name, value, least in (("continued", continued, 2), ("pass_keys", pass_keys, 1), ("seed", seed, 0)):
+        _whole(name, value, least)
+    if isinstance(candidates, SparseConfig):
+        raise TypeError("candidates must be several SparseConfigs, got one: put it into a list")
+    if out is not None and out.exists() and not out.is_dir():
+        raise ValueError(f"out must be a folder, {out} is a file")
     if model.training:
         raise ValueError("model is in training mode: call `model.eval()`")
     tokens = _tokens(token_ids)
+    vocabulary = model.config.get_text_config().vocab_size
+    if not 0 <= min(tokens, default=0) <= max(tokens, default=0) < vocabulary:
+        raise ValueError(f"token_ids must be below the model's {vocabulary} tokens, got {min(tokens)} to {max(tokens)}")
     half, longest = len(tokens) // 2, max(contexts)
     if half < longest + continued:
         least = 2 * (longest + continued)
@@ -150,7 +169,7 @@ def _tokens(token_ids: Any) -> list[int]:
     ids = torch.as_tensor(token_ids)
     if ids.dim() == 2 and ids.shape[0] == 1:
         ids = ids[0]
-    if ids.dim() != 1 or ids.is_floating_point():
+    if ids.dim() != 1 or ids.is_floating_point() or ids.dtype == torch.bool:
         raise ValueError(f"token_ids must be integers [L] or [1, L], got {ids.dtype} {tuple(ids.shape)}")
     found: list[int] = ids.tolist()
     return found

@@ -68,7 +68,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure; exit status 0, 2 when an option is wrong or something is missing, or 130 when it was interrupted."""
     try:
-        specs = [parse_spec(text) for text in args.policy or DEFAULT_POLICIES]
+        specs = [_policy(text) for text in args.policy or DEFAULT_POLICIES]
+        args.kinds, args.seeds = list(dict.fromkeys(args.kinds)), list(dict.fromkeys(args.seeds))
         _check(args, specs)
         _measure(args, specs)
     except KeyboardInterrupt:
@@ -83,19 +84,31 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _policy(text: str) -> Spec:
+    try:
+        return parse_spec(text)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"--policy {text}: {error}") from error
+
+
 def _check(args: argparse.Namespace, specs: list[Spec]) -> None:
     """Refuse what can't be meant before the model is loaded."""
     labels = [spec.label for spec in specs]
     if len(set(labels)) < len(labels) or "dense" in labels:
         raise ValueError(f"--policy: labels must differ, and dense is measured anyway: {', '.join(labels)}")
+    device, _ = device_and_dtype(args)
     for spec in specs:
         try:
             spec.policy()  # refuses what it can't do
+            if device.type == "cpu" and spec.config.plan not in ("auto", "separate"):
+                raise ValueError(f"plan={spec.config.plan} fuses Triton's launches, and a CPU has none")
         except ValueError as error:
             raise ValueError(f"--policy {spec.label}: {error}") from error
     own = [args.fact, args.question, args.answer]
     if any(text is not None for text in own) and not all(text and text.strip() for text in own):
         raise ValueError("--fact, --question and --answer belong together")
+    if args.longbench is not None and not args.longbench.is_dir():
+        raise ValueError(f"--longbench: {args.longbench} is no folder")
     if args.longbench is None and (args.datasets or args.limit):
         raise ValueError("--datasets and --limit are of --longbench")
     ignored = {"--fact": args.fact, "--seen": args.seen, "--text-file": args.text_file, "--kinds": args.kinds != ["standard"]}

@@ -84,8 +84,16 @@ def retrieval_table(rows: Sequence[Row]) -> str:
 def text_table(rows: Sequence[Row]) -> str:
     """Distance from dense attention on a continued text, by context."""
     texts = of_task(rows, TEXT)
-    head = ["policy", "context", "texts", "KL", "KL p95", "NLL", "top-1", "bytes", "mass", "re-use"]
-    shown = (("kl", ".4f"), ("kl_p95", ".3f"), ("nll", ".3f"), ("top_1", ".1%"), ("bytes_share", ".1%"), ("mass", ".1%"))
+    head = ["policy", "context", "texts", "KL", "KL p95", "NLL", "perplexity", "top-1", "bytes", "mass", "re-use"]
+    shown = (
+        ("kl", ".4f"),
+        ("kl_p95", ".3f"),
+        ("nll", ".3f"),
+        ("perplexity", ".2f"),
+        ("top_1", ".1%"),
+        ("bytes_share", ".1%"),
+        ("mass", ".1%"),
+    )
     lines = []
     for context in sorted({row["task"]["context"] for row in texts}):
         for label in policies(texts):

@@ -82,10 +82,8 @@ def choose_plan(
         R and HKV.
     num_cells, width : int
         N, the width of the page table, and K, the width of a list.
-    group_reduce : str
-        As in :class:`tsattn.SparseConfig`.
-    top_p, refine : bool
-        As in :func:`supports`.
+    group_reduce, top_p, refine
+        As in :class:`tsattn.SparseConfig`, and in :func:`supports`.
     """
     plan = plan_for(rows * num_kv_heads, num_cells, width, turns=group_reduce in TURNS)
     return plan if supports(plan, top_p=top_p, refine=refine) is None else "separate"
@@ -156,7 +154,7 @@ def scratch_bytes(
     return max(sum(piece_bytes(*piece) for piece in pieces) for pieces in (step, fused, dense, selection))
 
 
-_Rank = Ranking | tuple[None, None]
+_NO_RANK: Ranking | tuple[None, None] = (None, None)
 
 
 @dataclass(frozen=True)
@@ -165,7 +163,7 @@ class _Step:
 
     num_rows: int
     score: tuple[Any, ...]
-    rank: _Rank
+    rank: Ranking | tuple[None, None]
     select: SelectArgs
     attend: tuple[Any, ...]
     growing: Growing
@@ -392,11 +390,10 @@ def sparse_decode(
             marks.part("attend")
             attend_lists(num_rows, growing, *attend[:3])
         else:
-            rank: _Rank = (None, None)
-            target = scores
+            target, rank = scores, _NO_RANK
             if group_reduce in WHOLE_ROWS:
-                pieces = rank_pieces(num_rows, q.shape[1], num_kv_heads, num_cells, group_reduce, width)
-                target, rank = rank_arguments(pieces, group_reduce, scratch)
+                sizes = num_rows, q.shape[1], num_kv_heads, num_cells
+                target, rank = rank_arguments(*sizes, group_reduce, width, scratch)
                 score_options["group_reduce"] = "none"
             score = score_arguments(q, page_stats, page_table, seq_lens, target, **score_options)
             marks.part(_FIRST_LAUNCH[plan])

@@ -125,8 +125,11 @@ def scratch_pieces(
     return pieces
 
 
-def rank_arguments(pieces: list[Piece], group_reduce: str, scratch: Scratch) -> tuple[torch.Tensor, Ranking]:
+def rank_arguments(
+    num_rows: int, num_heads: int, num_kv_heads: int, num_cells: int, group_reduce: str, width: int, scratch: Scratch
+) -> tuple[torch.Tensor, Ranking]:
     """Where the scores of the query heads go, and the arguments `t` and `c` of :func:`rank_row`."""
+    pieces = scratch_pieces(num_rows, num_heads, num_kv_heads, num_cells, group_reduce, width)
     per_head, lse, *of_turns = (scratch.take(*piece) for piece in pieces)
     ranked, leaders, counts = of_turns or (None, None, None)
     by_shares, every = TURNS.get(group_reduce, (group_reduce, 0))
