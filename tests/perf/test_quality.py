@@ -98,7 +98,7 @@ def test_committed_rows_are_whole(folder):
     assert all(row["bytes_share"] == 1.0 for row in rows if row["policy"] == "dense")
 
 
-DEFAULTS = {"heat_map": "tsattn", "proof": "halves int8, blend, 832", "fresh": "halves int8, blend, 832"}
+DEFAULTS = {"heat_map": "tsattn", **dict.fromkeys(("proof", "fresh", "twelfth"), "halves int8, blend, 832")}
 
 
 def test_the_defaults_are_right_where_dense_attention_is():
@@ -115,7 +115,7 @@ def test_the_defaults_are_right_where_dense_attention_is():
         found += len(facts)
         missed += [(folder, row["task"]["context"], row["task"]["seed"]) for row in facts if not row["right"]]
         texts += [row["kl"] for row in mine if row["task"]["task"] == report.TEXT]
-    assert (found, missed) == (125, [])
+    assert (found, missed) == (180, [])
     assert 0.0 < max(texts) <= 0.04
 
 
