@@ -69,7 +69,7 @@ def test_the_bound_is_of_the_query_that_was_asked(impl):
     [
         ({"reselect_every": 2}, "torch"),
         ({"plan": "two"}, "torch"),
-        ({"plan": "row", "group_reduce": "softmax"}, "triton"),
+        ({"plan": "row", "top_p": 0.5}, "triton"),
     ],
 )
 def test_a_configuration_that_cannot_run_is_refused_before_anything_is_appended(options, impl):

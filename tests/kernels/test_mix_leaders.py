@@ -50,6 +50,7 @@ def plain(case):
     return case
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("algorithm", "make"), [("heap", plain), ("tile", coarse), ("two_level", unbounded), ("stream", coarse)]
 )
