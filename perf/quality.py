@@ -266,12 +266,7 @@ def usual_tasks(loaded: Any, paragraphs: list[str]) -> list[Task]:
 def sweep(name: str, loaded: Any, paragraphs: list[str], out: Path) -> None:
     """Measure one of the sweeps and write its report."""
     folder = out / name
-    own = {
-        "defaults": default_tasks,
-        "proof": proof_tasks,
-        "twelfth": twelfth_tasks,
-        "fresh": fresh_tasks,
-    }
+    own = {"defaults": default_tasks, "proof": proof_tasks, "twelfth": twelfth_tasks, "fresh": fresh_tasks}
     tasks = own.get(name, usual_tasks)(loaded, paragraphs)
     specs, metric = POLICIES[name](), None
     if name != "options" and any(one.config.kind == "centroids" for one in specs):

@@ -73,7 +73,7 @@ def rank_row(t, c, per_head, select_t, select_c, g, row, head, num_used, HKV: tl
     first_head = (row * HKV + head) * G
     heads = per_head + first_head * g.N
     for h in range(G):
-        tl.store(t.lse + first_head + h, lse_of_head(heads + h * g.N, num_used, c.BLOCK_N, ".cg"))
+        tl.store(t.lse + first_head + h, lse_of_head(heads + h * g.N.to(tl.int64), num_used, c.BLOCK_N, ".cg"))
     tl.debug_barrier()
     scores_row = select_t.scores + row * g.stride_sr + head * g.stride_sh
     for first in range(0, num_used, c.RANK_N):

@@ -25,7 +25,7 @@ def score_own_pages(t, c, g, row, head, first, num_used, length, WHOLE_ROWS: tl.
     stride_sr = g.stride_sr
     stride_sh = g.stride_sh
     if WHOLE_ROWS:
-        stride_sr = c.HKV * c.G * g.N
+        stride_sr = c.HKV * c.G * g.N.to(tl.int64)
         stride_sh = g.N
     own = Growing(
         num_used,

@@ -60,7 +60,7 @@ def join_heads(heads, lse, n, used, N, G: tl.constexpr, ROOT: tl.constexpr, CACH
     total = tl.zeros(n.shape, tl.float32)
     top = tl.full(n.shape, float("-inf"), tl.float32)
     for h in range(G):
-        s = tl.load(heads + h * N + n, mask=used, other=float("-inf"), cache_modifier=CACHE)
+        s = tl.load(heads + h * N.to(tl.int64) + n, mask=used, other=float("-inf"), cache_modifier=CACHE)
         log_share = s - tl.load(lse + h)
         total += tl.where(s == float("-inf"), 0.0, tl.exp(0.5 * log_share if ROOT else log_share))
         top = tl.maximum(top, s)

@@ -22,7 +22,7 @@ ticket, row. It holds a selection of up to 8,192 pages in registers. The fused k
 every bit of the threshold, so rows beyond that are left to separate launches, which select on two levels. Measured times would
 replace this table.
 
-The times are those of "max". Reductions of whole rows take three to four launches more in plan separate; in the others the last
+The times are those of "max". Reductions of whole rows take two to four launches more in plan separate; in the others the last
 program to score a row does that work alone, over all pages of a row three times, at some 60 GB/s: less than those launches
 for up to 2,048 pages.
 """
