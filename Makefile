@@ -29,7 +29,8 @@ types: $(VENV)/.installed ## mypy --strict
 unit: $(VENV)/.installed ## The suite on the pinned Triton (ARGS are pytest's)
 	$(BIN)/pytest -n $(JOBS) $(ARGS)
 
-# The compilations come first: at the end one worker would wait for the other's. What a kernel reads and writes, and that the order of programs doesn't matter, is shown once: it is the same on every Triton.
+# What a kernel reads and writes, and that the order of programs doesn't matter, is shown once: it is the same on every Triton.
+# The compilations come first: at the end one worker would wait for the other's.
 unit-old-triton: $(VENV)/.installed $(OLD_TRITON)/.installed ## Kernel tests and compiles on Triton 3.6
 	PYTHONPATH=$(OLD_TRITON) $(BIN)/pytest -n $(JOBS) tests/aot tests/kernels -m "not once" --ignore-glob='*/test_traffic_*' $(ARGS)
 
