@@ -43,7 +43,7 @@ SUMMARIES = {
     "box X=0.25": "kind=minmax,box_scale=0.25,dtype=None",
     "box X=0": "kind=minmax,box_scale=0,dtype=None",
 }
-REDUCTIONS = ("max", "mix", "softmax", "none")
+REDUCTIONS = ("max", "mix", "blend", "softmax", "none")
 WAYS = ("max", "mix", "softmax", "root", "blend")
 """To share a list."""
 BUDGETS = (128, 256, 512, 768, 1024, 2048)
@@ -210,9 +210,10 @@ def twelfth_tasks(loaded: Any, paragraphs: list[str]) -> list[Task]:
 
 
 def fresh() -> list[Spec]:
-    """Three ways to share a list, on texts that chose none of them; two yardsticks."""
-    halves = SUMMARIES["halves int8"]
+    """Three ways to share a list, on texts that chose none of them; quarters on two levels; two yardsticks."""
+    halves, quarters = SUMMARIES["halves int8"], SUMMARIES["quarters int8"]
     found = [spec(f"halves int8, {reduce}, 832", f"{halves},reduce={reduce},budget=832") for reduce in ("mix", "root", "blend")]
+    found.append(spec("quarters int8, 192 refined, blend, 832", f"{quarters},refine_pages=192,reduce=blend,budget=832"))
     return [*found, spec("paper, 768", "budget=768", "paper"), spec("oracle max, 832", "budget=832,reduce=max", "oracle-max")]
 
 
@@ -229,6 +230,19 @@ def fresh_tasks(loaded: Any, paragraphs: list[str]) -> list[Task]:
     return [*tasks, *(maker(loaded, paragraphs, 8192, seed).continuation(96) for seed in (60, 61))]
 
 
+def longest() -> list[Spec]:
+    """What was chosen up to 16K, at nearly all of the model's 32K; two yardsticks."""
+    return [one for one in fresh() if "root" not in one.label]
+
+
+def longest_tasks(loaded: Any, paragraphs: list[str]) -> list[Task]:
+    """Standard pass keys at eight depths of 31K tokens, and one continued text."""
+    make = maker(loaded, paragraphs, 31 * 1024, 70)
+    facts = enumerate(needles.depths(8))
+    tasks: list[Task] = [make.retrieval(needles.pass_key("standard", 70 + i), "standard", depth) for i, depth in facts]
+    return [*tasks, make.continuation(96)]
+
+
 POLICIES: dict[str, Callable[[], list[Spec]]] = {
     "summaries": summaries,
     "budgets": budgets,
@@ -240,6 +254,7 @@ POLICIES: dict[str, Callable[[], list[Spec]]] = {
     "defaults": defaults,
     "twelfth": twelfth,
     "fresh": fresh,
+    "longest": longest,
 }
 
 
@@ -266,7 +281,13 @@ def usual_tasks(loaded: Any, paragraphs: list[str]) -> list[Task]:
 def sweep(name: str, loaded: Any, paragraphs: list[str], out: Path) -> None:
     """Measure one of the sweeps and write its report."""
     folder = out / name
-    own = {"defaults": default_tasks, "proof": proof_tasks, "twelfth": twelfth_tasks, "fresh": fresh_tasks}
+    own = {
+        "defaults": default_tasks,
+        "proof": proof_tasks,
+        "twelfth": twelfth_tasks,
+        "fresh": fresh_tasks,
+        "longest": longest_tasks,
+    }
     tasks = own.get(name, usual_tasks)(loaded, paragraphs)
     specs, metric = POLICIES[name](), None
     if name != "options" and any(one.config.kind == "centroids" for one in specs):

@@ -45,6 +45,18 @@ def test_the_cheapest_that_holds_is_chosen(loaded, tmp_path):
     assert read_rows(tmp_path / "rows.jsonl") == rows
 
 
+def test_of_equal_bytes_the_nearest_is_chosen(loaded, tmp_path):
+    model, tokens = loaded
+    ways = [SparseConfig(page_size=8, token_budget=64, recent_pages=1, group_reduce=way) for way in ("max", "mix", "sum")]
+    for order in (ways, ways[::-1]):
+        with pytest.warns(UserWarning, match="dense attention finds none"):
+            chosen = tsattn.calibrate(model, tokens, candidates=order, max_kl=1e9, max_missed=99, out=tmp_path, **SIZES)
+        texts = [row for row in read_rows(tmp_path / "rows.jsonl") if row["task"]["text"] == "first half" and "kl" in row]
+        kl = {row["config"]["group_reduce"]: row["kl"] for row in texts if row["config"]}
+        assert len(set(kl.values())) == 3
+        assert chosen.group_reduce == min(kl, key=kl.get)
+
+
 def test_a_tight_tolerance_takes_what_reads_everything(loaded):
     model, tokens = loaded
     assert tsattn.calibrate(model, torch.tensor([tokens]), candidates=CANDIDATES, max_kl=1e-7, **SIZES) == CANDIDATES[0]

@@ -168,6 +168,21 @@ def test_what_scores_read_of_a_page_is_counted():
         assert ScoredPages(config, newest, per_page).attend(step).statistics_bytes == 13 * 2 * per_page
 
 
+@pytest.mark.parametrize("options", [{"softcap": 3.0}, {"sinks": torch.tensor([4.0, -1.0, 0.5, 2.0])}])
+def test_the_true_mass_is_that_of_capped_logits_and_beside_sinks(options):
+    rng = torch.Generator().manual_seed(0)
+    keys, values = torch.randn(2, 2, 400, 16, generator=rng)
+    keys = keys * 3.0
+    lens = torch.full((5,), 400, dtype=torch.int32)
+    q = torch.randn(5, 4, 16, generator=rng)
+    step = Step(0, q, keys, values, lens, {"softmax_scale": 0.25, "softcap": 0.0, "sinks": None} | options, (0,), None)
+    config = SparseConfig(page_size=4, token_budget=32, recent_pages=1, sink_pages=0, group_reduce="max")
+    weights = step.weights(step.logits()).view(5, 2, 2, 100, 4).sum((2, 4))  # by KV head and page
+    chosen = POLICIES["oracle-mass"](config).attend(step).selection.page_ids.long()
+    best = weights[..., :-1].topk(7).values.sum(-1) + weights[..., -1]
+    assert torch.allclose(weights.gather(2, chosen).sum(-1), best)
+
+
 def test_oracles_cover_more_mass_than_any_other_choice_of_as_many_pages():
     model, prefilled, tokens = read("llama")
     config = SparseConfig(page_size=4, token_budget=32, recent_pages=1, sink_pages=0)

@@ -1,15 +1,20 @@
 """`python -m tsattn eval` on a tiny model: rows, tables, pictures; going on after an interruption; wrong options."""
 
 import json
+import math
+import sys
 
 import pytest
 import torch
+import transformers
 
+from tests.evaluation.tiny import save_tiny_model
 from tsattn.__main__ import main
 from tsattn.config import SparseConfig
 from tsattn.evaluation import grid
 from tsattn.evaluation.report import answered, mean_of, retrieval_table, unbeaten
 from tsattn.evaluation.specs import parse_spec
+from tsattn.evaluation.tasks import perplexity
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("tqdm")
@@ -111,6 +116,45 @@ def test_a_text_that_is_too_short_is_no_secret(command, tmp_path, capsys):
     assert "tokens go round until there are 296" in (out / "report.md").read_text()
 
 
+def test_other_weights_under_the_same_name_are_measured_anew(essays, tmp_path, capsys):
+    few = ["--contexts", "200", "--tasks", "text", "--continued", "8", "--policy", "tsattn:page_size=8,recent=1,budget=64"]
+    where = save_tiny_model(tmp_path / "model")
+    for _ in range(2):
+        assert main(["eval", "--model", str(where), "--out", str(tmp_path / "out"), *few]) == 0
+    assert len(grid.read_rows(tmp_path / "out" / "rows.jsonl")) == 2
+    trained = transformers.AutoModelForCausalLM.from_pretrained(where)
+    with torch.no_grad():
+        trained.get_parameter("model.layers.0.mlp.down_proj.weight").mul_(1.5)
+    trained.save_pretrained(where)
+    assert main(["eval", "--model", str(where), "--out", str(tmp_path / "out"), *few]) == 0
+    rows = grid.read_rows(tmp_path / "out" / "rows.jsonl")
+    assert len(rows) == 4
+    assert rows[0]["nll"] != rows[2]["nll"]
+
+
+def test_a_perplexity_without_a_number_stops_nothing():
+    assert perplexity(2.0) == pytest.approx(7.389, abs=1e-3)
+    assert perplexity(1000.0) == math.inf
+
+
+def test_what_a_report_needs_is_asked_for_first(command, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+    status, out = command(*GRID, *POLICIES)
+    assert status == 2
+    assert "matplotlib" in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_a_disk_that_fails_is_said(command, capsys, monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(grid.Path, "open", full)
+    status, _ = command("--contexts", "200", "--tasks", "text", "--continued", "8", *POLICIES)
+    assert status == 2
+    assert "No space left on device" in capsys.readouterr().err
+
+
 def test_a_question_that_the_prefill_saw(command):
     _, out = command("--contexts", "200", "--tasks", "facts", "--depths", "1", "--seen", *POLICIES)
     rows = grid.read_rows(out / "rows.jsonl")
@@ -151,6 +195,11 @@ def test_a_fact_and_a_text_of_ones_own(command, tmp_path, capsys):
         (["--contexts", "20"], "no room"),
         (["--text-file", "/does/not/exist"], "--text-file /does/not/exist: No such file"),
         (["--device", "foo"], "--device foo"),
+        (["--tasks", "text", "--seen", "--kinds", "rare"], "--kinds, --seen would be ignored: --tasks has no facts"),
+        (["--tasks", "text", "--depths", "3"], "--depths would be ignored"),
+        (["--tasks", "facts", "--continued", "9"], "--continued would be ignored: --tasks has no text"),
+        (["--kinds", "rare", "--fact", "a", "--question", "b", "--answer", "c"], "--kinds would be ignored: --fact is hidden"),
+        (["--policy", "full:top_p=0.5"], "--policy full:top_p=0.5: full attention has no top_p"),
     ],
 )
 def test_what_is_wrong_is_said(argv, message, command, capsys):

@@ -153,9 +153,17 @@ def test_what_is_no_text_is_said(tmp_path):
     pytest.importorskip("pyarrow", reason="optional: pyarrow, an extra of `tsattn[bench]`")
     with pytest.raises(ValueError, match=r"c\.parquet"):
         read_documents(tmp_path / "c.parquet", "--text-file", "text")
+    pyarrow = pytest.importorskip("pyarrow")
+    for column, values in (("numbers", [1, 2]), ("lists", [["a", "b"]])):
+        pyarrow.parquet = pytest.importorskip("pyarrow.parquet")
+        pyarrow.parquet.write_table(pyarrow.table({column: values}), tmp_path / "g.parquet")
+        with pytest.raises(ValueError, match=f"its column '{column}' holds .*, not text"):
+            read_documents(tmp_path / "g.parquet", "--text-file", column)
     for name, content in (("e.json.gz", b"no gzip"), ("f.txt.gz", gzip.compress(b"cut off")[:-9])):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(ValueError, match=f"--text-file .*{name}: "):
             read_documents(tmp_path / name, "--text-file", "text")
+    (tmp_path / "h.JSONL").write_bytes(b'\xef\xbb\xbf{"text": "after a mark of the byte order"}\n')
+    assert read_documents(tmp_path / "h.JSONL", "--text-file", "text") == ["after a mark of the byte order"]
     (tmp_path / "d.txt").write_text("plain\n\ntext")
     assert read_documents(tmp_path / "d.txt", "--text-file", "text") == ["plain\n\ntext"]

@@ -1,6 +1,7 @@
 """LongBench's format from a folder: templates, the cut middle, greedy answers under a policy, scores, refusals."""
 
 import json
+import sys
 
 import pytest
 import torch
@@ -220,7 +221,47 @@ def test_a_run_with_other_lengths_is_another_run(folder, loaded, tmp_path):
     assert len(rows[6]["answer"]) > len(rows[3]["answer"])
 
 
-@pytest.mark.parametrize("option", [["--kinds", "rare"], ["--seen"], ["--fact", "a", "--question", "b", "--answer", "a"]])
+def test_equal_bytes_are_those_of_each_question(tmp_path, folder):
+    where, own = save_tiny_model(tmp_path / "tiny"), tmp_path / "own"
+    own.mkdir()
+    for name in ("dataset2prompt.json", "dataset2maxlen.json"):
+        (own / name).write_text((folder / name).read_text())
+    record = json.loads((folder / "hotpotqa.jsonl").read_text().splitlines()[0])
+    lengths = (3, 6, 10)  # repeats of a context
+    lines = [json.dumps(record | {"context": "Somebody lives in a town by the sea. " * n, "_id": str(n)}) for n in lengths]
+    (own / "hotpotqa.jsonl").write_text("\n".join(lines))
+    options = ["--longbench", str(own), "--datasets", "hotpotqa", "--contexts", "440", "--out", str(tmp_path / "out")]
+    specs = ("tsattn:budget=32,page_size=4,recent=1", "streaming-llm", "tova", "snapkv")
+    policies = [word for spec in specs for word in ("--policy", spec)]
+    assert main(["eval", "--model", str(where), *options, "--equal-bytes", *policies]) == 0
+    rows = grid.read_rows(tmp_path / "out" / "rows.jsonl")
+    for name in map(str, lengths):
+        shares = {row["policy"]: row["bytes_share"] for row in rows if row["task"]["id"] == name}
+        goal = shares[specs[0]]
+        assert all(abs(shares[policy] - goal) < 0.08 * goal for policy in specs[1:]), (name, shares)
+    assert "budgets of equal bytes, by question" in (tmp_path / "out" / "report.md").read_text()
+
+
+def test_a_metric_without_its_package_is_said_first(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "rouge_score", None)
+    monkeypatch.setitem(sys.modules, "rouge_score.rouge_scorer", None)
+    options = ["--longbench", str(folder), "--datasets", "gov_report", "--out", str(tmp_path / "out")]
+    assert main(["eval", *options]) == 2
+    assert "ROUGE-L needs rouge-score" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        ["--kinds", "rare"],
+        ["--seen"],
+        ["--fact", "a", "--question", "b", "--answer", "a"],
+        ["--tasks", "text"],
+        ["--seeds", "1", "2"],
+        ["--depths", "3"],
+        ["--continued", "7"],
+    ],
+)
 def test_options_of_other_tasks_are_refused(folder, tmp_path, capsys, option):
     assert main(["eval", "--longbench", str(folder), "--out", str(tmp_path), *option]) == 2
     assert f"{option[0]} would be ignored" in capsys.readouterr().err

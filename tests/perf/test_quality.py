@@ -40,6 +40,7 @@ def test_policies_have_labels_of_their_own(name):
         quality.proof_tasks,
         quality.twelfth_tasks,
         quality.fresh_tasks,
+        quality.longest_tasks,
     ],
 )
 def test_tasks_have_their_lengths_and_differ(tasks):

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.policies.world import world
 from tsattn import SparseConfig
 from tsattn.policies import POLICIES, QueryAware, Step
 from tsattn.policies.entropy_stop import THRESHOLD, relative_entropy
@@ -48,6 +49,12 @@ def test_rows_of_low_entropy_keep_half_as_many_tokens(stats_dtype, reduce):
     tiny = POLICIES["entropy-stop"](replace(config, token_budget=1)).attend(step)
     assert tiny.selection.page_counts.min() == 1
     assert 0.0 < THRESHOLD < 1.0
+
+
+def test_a_budget_of_more_than_32_bits_is_everything():
+    step = world().step
+    selection = POLICIES["entropy-stop"](SparseConfig(token_budget=10**11, page_size=8)).attend(step).selection
+    assert (selection.page_counts == (-(-step.seq_lens // 8))[:, None]).all()
 
 
 def test_scores_of_some_pages_have_no_entropy():

@@ -206,6 +206,8 @@ def test_evicting_refuses_what_it_cannot_keep():
     uneven = torch.tensor([[1, 1, 0, 0, 0, 0], [1, 0, 0, 0, 0, 0]]).bool()
     with pytest.raises(ValueError, match="as many tokens"):
         evict(cache, seq, uneven)
+    with pytest.raises(ValueError, match="kept must be a tensor, got list"):
+        evict(cache, seq, [[True] * 6] * 2)
     for wrong in (torch.ones(2, 5).bool(), torch.ones(1, 6).bool(), torch.ones(2, 6), torch.ones(6).bool()):
         with pytest.raises(ValueError, match=r"shape \[HKV, L\] = \[2, 6\]"):
             evict(cache, seq, wrong)
@@ -241,6 +243,15 @@ def test_options_of_page_selection_are_refused(name):
 def test_what_was_not_observed_is_asked_for(name):
     with pytest.raises(ValueError, match="observed"):
         POLICIES[name](SparseConfig()).attend(replace(world().step, observed=None))
+
+
+@pytest.mark.parametrize("name", ["h2o", "tova"])
+def test_a_query_without_numbers_shrinks_no_set(name):
+    step = world().step
+    q = step.q.clone()
+    q[2] = torch.nan
+    counts = kept_by(name, replace(step, q=q)).sum(-1)
+    assert (counts == BUDGET).all()
 
 
 def test_lists_of_tokens_are_ragged():

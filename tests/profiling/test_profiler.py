@@ -291,6 +291,20 @@ def test_files(tmp_path):
     assert all(line.count("|") == 13 for line in lines)
 
 
+def test_files_of_a_step_without_numbers_are_json(tmp_path):
+    cache, seqs = new_cache()
+    with Profiler(attention_every=1) as profile:
+        cache.sparse_decode(seqs, torch.full((1, HEADS * GROUP, DIM), torch.nan), config=CONFIG)
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is no JSON")
+
+    profile.save(tmp_path / "profile.json")
+    profile.save_chrome_trace(tmp_path / "trace.json")
+    read = [json.loads((tmp_path / name).read_text(), parse_constant=refuse) for name in ("profile.json", "trace.json")]
+    assert any(row.get("mass", 0) is None for row in read[0]["rows"])
+
+
 def test_a_cache_that_has_the_ids_of_a_freed_one_is_looked_at_anew():
     cache, seqs = new_cache()
     with Profiler() as alone:

@@ -137,7 +137,7 @@ def run(
     rows = measure(tasks(tokens[:half], "first half", seed), specs)
     if not report.answered(report.of_task(rows, report.RETRIEVAL)):
         warnings.warn("dense attention finds none of the pass keys, so only KL decides", stacklevel=3)
-    order = sorted(specs, key=lambda spec: _bytes(rows, spec))
+    order = sorted(specs, key=lambda spec: (_bytes(rows, spec), *_worst(rows, spec)))
     good = [spec for spec in order if tolerance.holds(_of(rows, spec))]
     held_out = tasks(tokens[half:], "second half", seed + 1)
     chosen = None
@@ -217,8 +217,8 @@ def _of(rows: Sequence[Row], spec: Spec) -> list[Row]:
 
 
 def _bytes(rows: Sequence[Row], spec: Spec) -> float:
-    """Mean share over the rows: contexts weigh alike, and so do candidates, as all have the same tasks."""
-    return report.mean_of([row for row in rows if row["policy"] == spec.label], "bytes_share") or 0.0
+    """Mean share over the rows, to a hundredth of a percent: contexts weigh alike, and so do candidates of the same tasks."""
+    return round(report.mean_of([row for row in rows if row["policy"] == spec.label], "bytes_share") or 0.0, 4)
 
 
 def _worst(rows: Sequence[Row], spec: Spec) -> tuple[int, float]:

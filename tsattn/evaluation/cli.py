@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import shlex
 import sys
 from functools import partial
@@ -19,15 +20,30 @@ HELP = "quality and bytes read of any policies on a real model, against dense at
 DEFAULT_POLICIES = ("tsattn", "paper", "random", "oracle-max")
 
 
+DEFAULTS: dict[str, Any] = {
+    "tasks": ["facts", "text"],
+    "contexts": [4096, 8192],
+    "kinds": ["standard"],
+    "depths": 8,
+    "seeds": [0],
+    "continued": 96,
+    "seen": False,
+    "fact": None,
+    "text_file": None,
+}
+"""Of what is measured."""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
+    parser.set_defaults(**DEFAULTS)
     what = parser.add_argument_group("what is measured")
-    what.add_argument("--tasks", nargs="+", choices=("facts", "text"), default=["facts", "text"], help="default both")
-    what.add_argument("--contexts", type=positive, nargs="+", default=[4096, 8192], metavar="TOKENS", help="default 4096 8192")
-    what.add_argument("--kinds", nargs="+", choices=needles.KINDS, default=["standard"], help="of pass keys; default standard")
-    what.add_argument("--depths", type=positive, default=8, metavar="N", help="where the fact is: N places (%(default)s)")
-    what.add_argument("--seeds", type=whole, nargs="+", default=[0], metavar="N", help="of keys and texts (0)")
-    what.add_argument("--continued", type=positive, default=96, metavar="TOKENS", help="of a text (%(default)s)")
+    what.add_argument("--tasks", nargs="+", choices=("facts", "text"), help="default both")
+    what.add_argument("--contexts", type=positive, nargs="+", metavar="TOKENS", help="default 4096 8192")
+    what.add_argument("--kinds", nargs="+", choices=needles.KINDS, help="of pass keys; default standard")
+    what.add_argument("--depths", type=positive, metavar="N", help="where the fact is: N places (%(default)s)")
+    what.add_argument("--seeds", type=whole, nargs="+", metavar="N", help="of keys and texts (0)")
+    what.add_argument("--continued", type=positive, metavar="TOKENS", help="of a text (%(default)s)")
     what.add_argument("--seen", action="store_true", help="the prefill sees the question")
     what.add_argument(
         "--text-file", type=Path, metavar="FILE", help="text of your own instead of the essays: plain, JSON lines or Parquet"
@@ -75,13 +91,17 @@ def run(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print(f"\neval: interrupted; the same command goes on from {args.out / 'rows.jsonl'}", file=sys.stderr)
         return 130
-    except (ModuleNotFoundError, FileNotFoundError, ValueError, TypeError) as error:
+    except (ModuleNotFoundError, OSError, ValueError, TypeError) as error:
         if isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] == "tsattn":
             raise  # a damaged installation of this package, which no extra mends
         needs = isinstance(error, ModuleNotFoundError) and "pip install" not in str(error)
         print(f"eval: {error}{f'; it needs more packages: {INSTALL}' if needs else ''}", file=sys.stderr)
         return 2
     return 0
+
+
+FEW_BUDGETS = 8
+"""Groups of tasks whose budgets a report names."""
 
 
 def _policy(text: str) -> Spec:
@@ -111,11 +131,7 @@ def _check(args: argparse.Namespace, specs: list[Spec]) -> None:
         raise ValueError(f"--longbench: {args.longbench} is no folder")
     if args.longbench is None and (args.datasets or args.limit):
         raise ValueError("--datasets and --limit are of --longbench")
-    ignored = {"--fact": args.fact, "--seen": args.seen, "--text-file": args.text_file, "--kinds": args.kinds != ["standard"]}
-    if args.longbench is not None and any(ignored.values()):
-        raise ValueError(
-            f"{', '.join(name for name, given in ignored.items() if given)} would be ignored: --longbench has its own"
-        )
+    _check_used(args)
     if args.text_column is not None and (args.text_file is None or args.text_file.suffix == ".txt"):
         raise ValueError("--text-column is of a --text-file in JSON lines or Parquet")
     if args.continued < 2:
@@ -125,6 +141,42 @@ def _check(args: argparse.Namespace, specs: list[Spec]) -> None:
         if args.cache_dir is not None:
             raise ValueError("--cache-dir would be ignored: --model is read where it is")
     check_writable("--out", args.out)
+    _check_packages(args)
+
+
+OF_FACTS = ("kinds", "depths", "seen", "fact")
+OF_TEXTS = ("continued",)
+OF_BOTH = ("tasks", "seeds", "text_file")
+"""Options by what they are of; a LongBench folder has all of its own."""
+
+
+def _check_used(args: argparse.Namespace) -> None:
+    """Refuse options that were given and would be ignored."""
+
+    def given(*names: str) -> str:
+        found = [f"--{name.replace('_', '-')}" for name in names if getattr(args, name) != DEFAULTS[name]]
+        return ", ".join(found)
+
+    if args.longbench is not None:
+        if unused := given(*OF_BOTH, *OF_FACTS, *OF_TEXTS):
+            raise ValueError(f"{unused} would be ignored: --longbench has its own")
+        if len(args.contexts) > 1 and args.contexts != DEFAULTS["contexts"]:
+            raise ValueError("--contexts: one number, where longer texts of --longbench lose their middle")
+    if "facts" not in args.tasks and (unused := given(*OF_FACTS)):
+        raise ValueError(f"{unused} would be ignored: --tasks has no facts")
+    if "text" not in args.tasks and (unused := given(*OF_TEXTS)):
+        raise ValueError(f"{unused} would be ignored: --tasks has no text")
+    if args.fact is not None and (unused := given("kinds")):
+        raise ValueError(f"{unused} would be ignored: --fact is hidden instead")
+
+
+def _check_packages(args: argparse.Namespace) -> None:
+    """Refuse before anything is measured what could only be noticed afterwards."""
+    importlib.import_module("matplotlib.pyplot")
+    if args.longbench is not None:
+        from tsattn.evaluation import longbench
+
+        longbench.check_packages(args.datasets or longbench.present(args.longbench))
 
 
 def _measure(args: argparse.Namespace, specs: list[Spec]) -> None:
@@ -151,14 +203,15 @@ def _measure(args: argparse.Namespace, specs: list[Spec]) -> None:
     rounds = _rounds(args, loaded, paragraphs)
     if rounds:
         print(f"eval: {rounds}", file=sys.stderr)
-    rows, budgets = [], []
+    rows, budgets, fitted = [], [], "context" if args.longbench is None else "question"
     for group in _groups(args, tasks):
         if args.equal_bytes:
             specs = equal.equal_bytes(loaded.model, group[0], specs, prefill_chunk=args.prefill_chunk)
             budgets.append(", ".join(f"{spec.label} {spec.config.token_budget:,}" for spec in specs if spec.name != "full"))
+            budgets[FEW_BUDGETS:] = ["..."] if len(budgets) > FEW_BUDGETS else []
         rows += grid.measure_grid(loaded.model, group, specs, path=path, prefill_chunk=args.prefill_chunk)
     about = {
-        **({"budgets of equal bytes, by context": "; ".join(budgets)} if budgets else {}),
+        **({f"budgets of equal bytes, by {fitted}": "; ".join(budgets)} if budgets else {}),
         **({"text": rounds} if rounds else {}),
         "model": f"{loaded.name}, {str(dtype).removeprefix('torch.')} on {device.type}",
         "torch": torch.__version__,
@@ -170,9 +223,11 @@ def _measure(args: argparse.Namespace, specs: list[Spec]) -> None:
 
 
 def _groups(args: argparse.Namespace, tasks: list[Any]) -> list[list[Any]]:
-    """Tasks whose policies have the same budgets: all, or those of a context."""
-    if not args.equal_bytes or args.longbench is not None:
+    """Tasks whose policies have the same budgets: all, those of a context, or a question alone, whose length is its own."""
+    if not args.equal_bytes:
         return [tasks]
+    if args.longbench is not None:
+        return [[task] for task in tasks]
     return [[task for task in tasks if task.about["context"] == context] for context in dict.fromkeys(args.contexts)]
 
 

@@ -12,9 +12,10 @@ from typing import Any
 
 from tqdm import tqdm
 
+from tsattn.evaluation.chunk import score_chunk
 from tsattn.evaluation.reading import Prefiller
 from tsattn.evaluation.specs import Spec
-from tsattn.evaluation.tasks import Task
+from tsattn.evaluation.tasks import Task, readings
 from tsattn.policies.kept_tokens import KeptTokens
 
 CLOSE = 0.005
@@ -56,13 +57,18 @@ def budget_for(share: Callable[[int], float], goal: float, first: int, *, step: 
 def equal_bytes(
     model: Any, task: Task, specs: Sequence[Spec], *, prefill_chunk: int = 1024, progress: bool = True
 ) -> list[Spec]:
-    """The policies with budgets that read about as many bytes on a task as the first of them, which stays as it is.
+    """The policies with budgets that read about as many bytes on a task's tokens as the first of them, which stays as it is.
 
     A policy that can't (``full``, one whose least budget reads more) comes as near as it can; the report says what was read.
     """
     observe = any(spec.policy().observes for spec in specs)
-    measure = task.start(model, Prefiller(model, prefill_chunk, progress=progress, observe=observe).read(task.context))
-    goal = float(measure(specs[0].policy())["bytes_share"])
+    context = Prefiller(model, prefill_chunk, progress=progress, observe=observe).read(task.context)
+
+    def share(spec: Spec) -> float:
+        chunk = score_chunk(model, context.cache, task.chunk, spec.policy(), keep=1, observed=context.observed)
+        return float(readings(chunk)["bytes_share"])
+
+    goal = share(specs[0])
     found = [specs[0]]
     for spec in tqdm(specs[1:], desc="Budgets of equal bytes", unit="policy", disable=not progress, leave=False):
         if spec.name == "full":
@@ -71,8 +77,7 @@ def equal_bytes(
         config, by_page = spec.config, not isinstance(spec.policy(), KeptTokens)
 
         def read(budget: int, spec: Spec = spec) -> float:
-            changed = replace(spec, config=replace(spec.config, token_budget=budget))
-            return float(measure(changed.policy())["bytes_share"])
+            return share(replace(spec, config=replace(spec.config, token_budget=budget)))
 
         step = config.page_size if by_page else 1
         least = step * (config.sink_pages + config.recent_pages + 1) if by_page else 1

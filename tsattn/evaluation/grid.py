@@ -18,6 +18,8 @@ from tsattn.evaluation.tasks import Row, Task
 from tsattn.integrations.hf import check_layers, full_attention_layers
 
 DENSE = "dense"
+SAMPLED = 64
+"""Numbers of a weight that tell one model from another."""
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -70,9 +72,18 @@ def _key_of_row(row: Row) -> str:
     return key_of(row["task"], row["policy"], row["name"], config)
 
 
-def _digest(model: Any, task: Task) -> str:
-    """Of the tokens and of some weights: a file's or a folder's name doesn't say what is in it."""
-    weights = model.get_input_embeddings().weight[:16].detach().float().cpu().numpy().tobytes()
+def weights_digest(model: Any) -> bytes:
+    """Of some numbers of every weight: a file's or a folder's name doesn't say what is in it."""
+    found = hashlib.sha256()
+    for name, weight in model.named_parameters():
+        numbers = weight.detach().flatten()
+        some = numbers[:: max(1, numbers.numel() // SAMPLED)].float().cpu()
+        found.update(json.dumps([name, list(weight.shape)]).encode() + some.numpy().tobytes())
+    return found.digest()
+
+
+def task_digest(weights: bytes, task: Task) -> str:
+    """Of a task's tokens and a model's weights."""
     tokens = json.dumps([task.context, task.chunk, getattr(task, "answer", None)]).encode()
     return hashlib.sha256(tokens + weights).hexdigest()[:16]
 
@@ -119,7 +130,8 @@ def measure_grid(
     observe = any(one.policy(metric).observes for one in specs)
     prefiller = Prefiller(model, prefill_chunk, progress=progress, observe=observe)
     known = {_key_of_row(row): row for row in read_rows(path)} if path else {}
-    abouts = [task.about | {"dtype": str(model.dtype).removeprefix("torch."), "digest": _digest(model, task)} for task in tasks]
+    weights, dtype = weights_digest(model), str(model.dtype).removeprefix("torch.")
+    abouts = [task.about | {"dtype": dtype, "digest": task_digest(weights, task)} for task in tasks]
     if path:
         path.parent.mkdir(parents=True, exist_ok=True)
         _end_last_line(path)

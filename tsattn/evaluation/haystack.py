@@ -132,7 +132,7 @@ def read_text(path: Path, option: str = "--prompt-file") -> str:
         If it can't be read as UTF-8 or is empty; names the option and the file.
     """
     try:
-        text = (gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()).decode("utf-8")
+        text = (gzip.decompress(path.read_bytes()) if path.suffix.lower() == ".gz" else path.read_bytes()).decode("utf-8-sig")
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         reason = (
             f"it is not UTF-8 text ({error.reason} at byte {error.start})"
@@ -155,9 +155,10 @@ def read_documents(path: Path, option: str, column: str) -> list[str]:
     ValueError
         If it can't be read or has no text; names the option and the file.
     """
-    if path.suffix == ".parquet":
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    if suffixes[-1:] == [".parquet"]:
         found = _parquet(path, option, column)
-    elif (path.with_suffix("") if path.suffix == ".gz" else path).suffix in (".jsonl", ".json"):
+    elif [suffix for suffix in suffixes if suffix != ".gz"][-1:] in ([".jsonl"], [".json"]):
         found = [_column(line, number, path, option, column) for number, line in numbered(read_text(path, option))]
     else:
         return [read_text(path, option)]
@@ -192,7 +193,10 @@ def _parquet(path: Path, option: str, column: str) -> list[str]:
         raise ValueError(f"{option} {path}: {error}") from error
     if column not in table.column_names:
         raise ValueError(f"{option} {path}: it has no column {column!r}")
-    return [str(text) for text in table.column(column).to_pylist() if text is not None]
+    texts = [text for text in table.column(column).to_pylist() if text is not None]
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"{option} {path}: its column {column!r} holds {table.column(column).type}, not text")
+    return texts
 
 
 def file_prompt(encode: Encode, text: str, *, name: str, context: int, bos: int | None, question: str) -> Prompt:

@@ -95,7 +95,7 @@ def records(path: Path, limit: int | None) -> Iterator[dict[str, Any]]:
         Naming the file, the line and what is missing.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} can't be read: {error}") from error
     for number, line in numbered(text)[:limit]:
@@ -133,6 +133,18 @@ def present(folder: Path) -> list[str]:
     if not found:
         raise ValueError(f"{folder} has none of LongBench's files: {', '.join(f'{name}.jsonl' for name in DATASETS)}")
     return found
+
+
+def check_packages(datasets: Sequence[str]) -> None:
+    """Refuse datasets whose metric's package is missing, before anything is measured.
+
+    Raises
+    ------
+    ModuleNotFoundError
+        Naming the package and how to install it.
+    """
+    for metric in {DATASETS[name] for name in datasets if name in DATASETS}:
+        metric("x", "x", ())
 
 
 def tasks(loaded: Any, folder: Path, datasets: Sequence[str], *, context: int, limit: int | None = None) -> list[Generation]:

@@ -92,11 +92,19 @@ class Continuation:
                 "kl_p95": float(kl.quantile(0.95)),
                 "top_1": float((dense.argmax(-1) == chunk.log_probs.argmax(-1)).float().mean()),
                 "nll": nll(chunk.log_probs),
-                "perplexity": math.exp(nll(chunk.log_probs)),
+                "perplexity": perplexity(nll(chunk.log_probs)),
                 **readings(chunk),
             }
 
         return measure
+
+
+def perplexity(nll: float) -> float:
+    """exp of nats per token; inf where a float ends."""
+    try:
+        return math.exp(nll)
+    except OverflowError:
+        return math.inf
 
 
 Task = Retrieval | Continuation

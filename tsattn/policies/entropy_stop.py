@@ -56,7 +56,7 @@ class EntropyStop(QueryAware):
             page_stats_weight=beside["page_stats_weight"],
         )
         entropy = relative_entropy(scores, -(-step.seq_lens // config.page_size))
-        budget = torch.full_like(step.seq_lens, config.token_budget)
+        budget = torch.full_like(step.seq_lens, min(config.token_budget, torch.iinfo(torch.int32).max))
         return torch.where(entropy < THRESHOLD, (budget // 2).clamp_min(1), budget)
 
     def _statistics_bytes(self, step: Step, config: SparseConfig) -> float:

@@ -6,15 +6,21 @@ from dataclasses import dataclass
 
 from tsattn.attention import dense_decode
 from tsattn.config import SparseConfig
-from tsattn.policies.base import Attended, Step
+from tsattn.policies.base import UNSERVED, Attended, Step
 
 
 @dataclass(frozen=True)
 class Full:
-    """Reads everything; nothing of the configuration but its page size matters."""
+    """Reads everything; the configuration's budget and summary have no say."""
 
     config: SparseConfig
     observes = False
+
+    def __post_init__(self) -> None:
+        default = SparseConfig()
+        for name in UNSERVED:
+            if getattr(self.config, name) != getattr(default, name):
+                raise ValueError(f"full attention has no {name}")
 
     def begin(self) -> None:
         """Nothing is remembered."""

@@ -130,7 +130,7 @@ def by_step(
     rows = []
     for logits, seq_len in zip(step.logits(), step.seq_lens.tolist(), strict=True):
         ranked = rank(importance, alive, seq_len).masked_fill(~alive, -torch.inf)
-        alive = (best_tokens(ranked, budget - 1) & (ranked > -torch.inf)) | (place == seq_len - 1)
+        alive = (best_tokens(ranked, budget - 1) & (ranked != -torch.inf)) | (place == seq_len - 1)
         rows.append(alive)
         read = alive.repeat_interleave(logits.shape[0] // heads, 0)
         importance = gain(importance, step.weights(logits.masked_fill(~read, -torch.inf)))
@@ -165,6 +165,8 @@ def evict(cache: PagedKVCache, seq: int, kept: Tensor) -> int:
         If KV heads keep different numbers of tokens, or the sequence shares pages. It is as it was then.
     """
     heads, length = cache.k_cache.shape[2], cache.length(seq)
+    if not isinstance(kept, Tensor):
+        raise ValueError(f"kept must be a tensor, got {type(kept).__name__}")
     if kept.dtype != torch.bool or tuple(kept.shape) != (heads, length):
         raise ValueError(f"kept must be bool of shape [HKV, L] = [{heads}, {length}], got {kept.dtype} {list(kept.shape)}")
     counts = kept.sum(-1)

@@ -33,7 +33,7 @@ def _true_max(step: Step, config: SparseConfig) -> Tensor:
 
 
 def _true_mass(step: Step, config: SparseConfig) -> Tensor:
-    shares = _by_page(torch.softmax(step.logits(), -1).nan_to_num_(0.0).log(), config.page_size).logsumexp(3)
+    shares = _by_page(step.weights(step.logits()).nan_to_num_(0.0).log(), config.page_size).logsumexp(3)
     if config.group_reduce == "none":
         return shares
     return _by_group(shares, step).logsumexp(2)

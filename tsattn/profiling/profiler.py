@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -89,20 +90,30 @@ class Profiler:
         return report.totals(self.rows)
 
     def save(self, path: str | Path) -> None:
-        """Write rows, totals and versions as JSON."""
+        """Write rows, totals and versions as JSON; what isn't finite, as of a NaN key, is null there."""
         about = {"torch": torch.__version__, "device": _device()}
-        text = json.dumps({"about": about, "totals": self.totals(), "rows": self.rows}, indent=1)
+        found = _finite({"about": about, "totals": self.totals(), "rows": self.rows})
+        text = json.dumps(found, indent=1, allow_nan=False)
         _write(Path(path), text)
 
     def save_chrome_trace(self, path: str | Path) -> None:
         """Write a trace for chrome://tracing or Perfetto: a thread per layer."""
-        _write(Path(path), json.dumps(report.chrome_trace(self.rows)))
+        _write(Path(path), json.dumps(_finite(report.chrome_trace(self.rows)), allow_nan=False))
 
     def save_picture(self, path: str | Path, title: str = "decode steps") -> None:
         """Draw the last steps on a time axis, and time, pages and re-use by layer and step. Needs matplotlib."""
         if not self.rows:
             raise ValueError("nothing was recorded, so there is nothing to draw")
         report.picture(self.rows, Path(path), title)
+
+
+def _finite(value: Any) -> Any:
+    """The same without NaN and infinity, which JSON doesn't have."""
+    if isinstance(value, dict):
+        return {name: _finite(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _device() -> str:
