@@ -210,10 +210,9 @@ def twelfth_tasks(loaded: Any, paragraphs: list[str]) -> list[Task]:
 
 
 def fresh() -> list[Spec]:
-    """Three ways to share a list, on texts that chose none of them; quarters on two levels; two yardsticks."""
-    halves, quarters = SUMMARIES["halves int8"], SUMMARIES["quarters int8"]
+    """Three ways to share a list, on texts that chose none of them; two yardsticks."""
+    halves = SUMMARIES["halves int8"]
     found = [spec(f"halves int8, {reduce}, 832", f"{halves},reduce={reduce},budget=832") for reduce in ("mix", "root", "blend")]
-    found.append(spec("quarters int8, 192 refined, blend, 832", f"{quarters},refine_pages=192,reduce=blend,budget=832"))
     return [*found, spec("paper, 768", "budget=768", "paper"), spec("oracle max, 832", "budget=832,reduce=max", "oracle-max")]
 
 
@@ -231,8 +230,10 @@ def fresh_tasks(loaded: Any, paragraphs: list[str]) -> list[Task]:
 
 
 def longest() -> list[Spec]:
-    """What was chosen up to 16K, at nearly all of the model's 32K; two yardsticks."""
-    return [one for one in fresh() if "root" not in one.label]
+    """What was chosen up to 16K, at nearly all of the model's 32K; quarters on two levels; two yardsticks."""
+    two_levels = f"{SUMMARIES['quarters int8']},refine_pages=192,reduce=blend,budget=832"
+    found = [one for one in fresh() if "root" not in one.label]
+    return [*found, spec("quarters int8, 192 refined, blend, 832", two_levels)]
 
 
 def longest_tasks(loaded: Any, paragraphs: list[str]) -> list[Task]:
