@@ -199,7 +199,7 @@ def sweep(loaded: Any, paragraphs: list[str], out: Path) -> None:
             rows += measure(recorded(loaded, paragraphs, context), context)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    about = {**about_of(loaded, "python -m perf.rivals steps"), "rounds": ROUNDS}
+    about = {**about_of(loaded, "python -m perf.rivals steps"), "rounds": ROUNDS, "defaults": SparseConfig().as_dict()}
     (folder / "about.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
 
 
