@@ -10,17 +10,24 @@ from tests.integrations.models import SIZES, TOKENS, build
 PIECES = ["<pad>", "<bos>", "<eos>", "<unk>", *string.digits, *string.ascii_letters, " ", "\n", *".,:;!?'\"-()"]
 
 
-def save_tiny_model(folder, name="gemma3"):
-    """A character-level tokenizer (97 entries at most) and a random model."""
-    from tokenizers import Tokenizer, decoders, models
+def tiny_tokenizer(*, bos="<bos>", added=False):
+    """A character-level tokenizer (97 entries at most); maybe without a token that begins texts, or one that adds it itself."""
+    from tokenizers import Tokenizer, decoders, models, processors
     from transformers import PreTrainedTokenizerFast
 
     vocab = {piece: index for index, piece in enumerate(PIECES)}
     tokenizer = Tokenizer(models.BPE(vocab, [], unk_token="<unk>"))  # no merges: one token per character
     tokenizer.decoder = decoders.Fuse()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>", unk_token="<unk>"
-    ).save_pretrained(folder)
+    if added:
+        tokenizer.post_processor = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, vocab[bos])])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=bos, eos_token="<eos>", pad_token="<pad>", unk_token="<unk>"
+    )
+
+
+def save_tiny_model(folder, name="gemma3"):
+    """Its tokenizer and a random model."""
+    tiny_tokenizer().save_pretrained(folder)
     build(name).save_pretrained(folder)
     assert json.loads((folder / "config.json").read_text())["vocab_size"] >= len(PIECES)
     return folder
