@@ -32,11 +32,11 @@ def _attend(
     impl: str,
 ) -> tuple[Tensor, Tensor]:
     checks.attend(q, k_cache, v_cache, page_table, seq_lens, selection, out, softcap=softcap, sinks=sinks, window=window)
-    check_workspace(workspace)
     rows, heads_q, _ = q.shape
     scales = checks.scale_of("k_scale", k_scale, k_cache), checks.scale_of("v_scale", v_scale, v_cache)
     scale = checks.softmax_scale_of(softmax_scale, q.shape[2])
     impl = choose_impl(impl, q.device)
+    check_workspace(workspace, q.device, impl)
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if workspace is None:

@@ -56,7 +56,7 @@ class SparseConfig:
         ignore it.
     reselect_every : int
         n: the pages are scored every n-th step only, and the steps between select by the same scores
-        (:class:`tsattn.SelectionState`).
+        (:class:`tsattn.SelectionState`), in separate launches: above 1 not with the fused plans.
     shared_layers : tuple of tuples of int
         Groups of layers, by index, that a model integration lets read one selection: that of the group's first layer.
     plan : {"auto", "separate", "two", "ticket", "row"}
@@ -146,6 +146,7 @@ class SparseConfig:
         object.__setattr__(self, "shared_layers", tuple(_layers("shared_layers", group) for group in self.shared_layers))
         self._check_groups()
         self._check_refine()
+        self._check_plan()
 
     @property
     def _wrote_reduction(self) -> bool:
@@ -207,6 +208,14 @@ class SparseConfig:
         if self.reselect_every > 1:
             raise ValueError(
                 f"SparseConfig.refine_pages scores candidates only: reselect_every={self.reselect_every} needs all scores"
+            )
+
+    def _check_plan(self) -> None:
+        """Steps that may reuse scores run their stages apart."""
+        if self.reselect_every > 1 and self.plan not in ("auto", "separate"):
+            raise ValueError(
+                f"SparseConfig.plan {self.plan!r} scores and selects in one launch: "
+                f"reselect_every={self.reselect_every} needs launches apart, 'auto' or 'separate'"
             )
 
     @classmethod

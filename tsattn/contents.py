@@ -72,6 +72,31 @@ def apart(name: str, new: Tensor, cache_name: str, cache: Tensor) -> None:
         raise ValueError(f"{name} shares its memory with {cache_name}: append a copy, {name}.clone()")
 
 
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """First byte of a tensor and the one behind its last."""
+    reach = sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (reach + 1) * tensor.element_size()
+
+
+def outside(out: Tensor, **caches: Tensor) -> None:
+    """An output doesn't lie in a cache, which other programs still read."""
+    for name, cache in caches.items():
+        if out.numel() == 0 or cache.numel() == 0 or out.device != cache.device:
+            continue
+        (start, end), (first, behind) = _span(out), _span(cache)
+        if start < behind and first < end:
+            raise ValueError(f"out shares its memory with {name}, which is read: give it memory of its own")
+
+
+def order(name: str, rows: Tensor, count: int) -> None:
+    """Rows that are to be continued are rows that there were."""
+    if rows.device.type != "cpu" or rows.numel() == 0:
+        return
+    low, high = _range(rows)
+    if low < 0 or high >= count:
+        raise ValueError(f"{name} must be in 0..{count - 1}, the rows of the last step, got values from {low} to {high}")
+
+
 def slots(slot_mapping: Tensor, num_slots: int) -> None:
     """Every slot is -1 or lies in the pool."""
     if slot_mapping.device.type != "cpu" or slot_mapping.numel() == 0:

@@ -186,7 +186,7 @@ def sparse_decode(
     check_step(q, k_cache, v_cache, stored, page_table, seq_lens, config, out, softcap, sinks, budget, *coarse)
     impl = choose_impl(impl, q.device, config.kind)
     check_plan(config, impl)
-    check_workspace(workspace)
+    check_workspace(workspace, q.device, impl)
     if return_bound and config.kind != "minmax":
         raise ValueError(f"return_bound needs min/max statistics (kind 'minmax'), config.kind is {config.kind!r}")
     if return_bound and softcap:

@@ -252,6 +252,8 @@ def sparse_attn_with_kvcache(
             raise ValueError(f"out must be on q's device {q.device}, got {out.device}")
         no_gradient({"out": out})
         writable({"out": out})
+        if not torch.compiler.is_compiling():
+            contents.outside(out, k_cache=k_cache, v_cache=v_cache)
     before = _lengths(cache_seqlens, batch, q.device)
     count = _new_tokens(k, v, batch)
     total = before + count

@@ -194,6 +194,7 @@ def _attend_pages(
         contents.table(page_table, seq_lens, page_size, num_pages, window)
     else:
         contents.selected(page_table, seq_lens, PageSelection(page_ids, page_counts), page_size, num_pages, window)
+    contents.outside(out, k_cache=k_cache, v_cache=v_cache)
     contents.scale("k_scale", k_scale)
     contents.scale("v_scale", v_scale)
     if q.shape[0] == 0:
@@ -258,6 +259,7 @@ def _sparse_decode(
     impl: str,
 ) -> None:
     contents.table(page_table, seq_lens, k_cache.shape[1], k_cache.shape[0])
+    contents.outside(out, k_cache=k_cache, v_cache=v_cache)
     contents.scale("k_scale", k_scale)
     contents.scale("v_scale", v_scale)
     if q.shape[0] == 0:

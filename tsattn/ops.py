@@ -202,7 +202,7 @@ def score_pages(
         out = torch.empty((q.shape[0], heads, page_table.shape[1]), dtype=torch.float32, device=q.device)
     box, boxes = (1.0, box_scale) if isinstance(box_scale, Tensor) else (float(box_scale), None)
     impl = choose_impl(impl, q.device, kind)
-    check_workspace(workspace)
+    check_workspace(workspace, q.device, impl)
     scratch = None if workspace is None else workspace.scratch
     ranking = page_size, kind, box, boxes, scale, group_reduce
     library.score_pages(q, *stored, page_table, seq_lens, out, *ranking, scratch, impl)
@@ -275,7 +275,7 @@ def select_pages(
     # A rounded sum may reach the whole before its smallest terms, or never: a top_p of 1 is no limit.
     limits = budget if isinstance(budget, Tensor) else None, None if top_p == 1 else top_p
     impl = choose_impl(impl, scores.device)
-    check_workspace(workspace)
+    check_workspace(workspace, scores.device, impl)
     scratch = None if workspace is None else workspace.scratch
     forced = sink_pages, recent_pages
     library.select_pages(scores, seq_lens, out.page_ids, out.page_counts, page_size, *limits, *forced, scratch, impl)

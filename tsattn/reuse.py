@@ -7,13 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tsattn import checks_tensor, contents
 from tsattn.attention import attend_pages
 from tsattn.config import SparseConfig
 from tsattn.decode import budgets_of, check_step, results_of, sparse_decode
+from tsattn.dispatch import choose_impl
 from tsattn.ops import score_pages, select_pages
 from tsattn.selection import PageSelection
 from tsattn.summaries import Stored
-from tsattn.workspace import list_width
+from tsattn.workspace import DecodeWorkspace, check_workspace, list_width
 
 
 class SelectionState:
@@ -64,7 +66,21 @@ class SelectionState:
         self._scores = self.selection = None
 
     def reorder(self, rows: Tensor) -> None:
-        """Row r of the next step continues row ``rows[r]`` of the last one."""
+        """Row r of the next step continues row ``rows[r]`` of the last one.
+
+        Parameters
+        ----------
+        rows : torch.Tensor
+            [R] int32 or int64; R may be another than in the last step.
+
+        Raises
+        ------
+        ValueError, TypeError
+            For what is no such tensor, and on a CPU for rows that the last step didn't have.
+        """
+        checks_tensor.tensor("rows", rows, 1, checks_tensor.INDEX_DTYPES, "[R]")
+        if self.selection is not None:
+            contents.order("rows", rows, self.selection.page_counts.shape[0])
         if self._scores is not None:
             self._scores = self._scores.index_select(0, rows)
         if self.selection is not None:
@@ -92,11 +108,14 @@ class SelectionState:
         return_lse: bool = False,
         return_selection: bool = False,
         out: Tensor | None = None,
+        workspace: DecodeWorkspace | None = None,
         impl: str = "auto",
     ) -> Any:
         """As :func:`tsattn.sparse_decode` with this state's configuration, reading the statistics only when their turn comes.
 
-        ``budget`` holds for this step, whether it scores or not.
+        ``budget`` holds for this step, whether it scores or not. With a ``workspace`` LSE and selection, :attr:`selection`
+        too, are views of it, and nothing is allocated but room for the scores: by the first step that scores, and where the
+        rows or the page table's width change.
 
         Raises
         ------
@@ -113,6 +132,7 @@ class SelectionState:
             "v_scale": v_scale,
             "return_lse": True,
             "out": out,
+            "workspace": workspace,
             "impl": impl,
         }
         if config.reselect_every == 1:
@@ -124,14 +144,15 @@ class SelectionState:
         else:
             coarse = coarse_stats, coarse_stats_scale
             check_step(q, k_cache, v_cache, stored, *paged, config, out, softcap, sinks, budget, *coarse)
-            if config.plan not in ("auto", "separate"):
-                raise ValueError(
-                    f"config.plan {config.plan!r} is one launch or two, a step that may reuse scores runs its stages apart"
-                )
+            options["impl"] = impl = choose_impl(impl, q.device, config.kind)
+            check_workspace(workspace, q.device, impl)
             is_scored = self._scores is None or self._age >= config.reselect_every
             ranking = q, stored, *paged
-            scores = self._score(*ranking, softmax_scale, impl) if is_scored else self._widened(q.shape[0], page_table.shape[1])
-            selection = self._select(scores, page_table, seq_lens, budget, impl)
+            if is_scored:
+                scores = self._score(*ranking, softmax_scale, workspace, impl)
+            else:
+                scores = self._widened(q.shape[0], page_table.shape[1])
+            selection = self._select(scores, page_table, seq_lens, budget, workspace, impl)
             result, lse = attend_pages(q, k_cache, v_cache, *paged, selection, **options)
         self._scores, self.selection, self._age = scores, selection, 1 if is_scored else self._age + 1
         self.steps, self.scored = self.steps + 1, self.scored + is_scored
@@ -144,9 +165,12 @@ class SelectionState:
         page_table: Tensor,
         seq_lens: Tensor,
         scale: float | None,
+        workspace: DecodeWorkspace | None,
         impl: str,
     ) -> Tensor:
         config = self.config
+        lists = q.shape[1] if config.group_reduce == "none" else stored.page_stats.shape[1]
+        shape = q.shape[0], lists, page_table.shape[1]
         return score_pages(
             q,
             stored.page_stats,
@@ -159,8 +183,15 @@ class SelectionState:
             box_scale=config.box_scale,
             softmax_scale=scale,
             group_reduce=config.group_reduce,
+            out=None if workspace is None else self._room(shape, q.device),
+            workspace=workspace,
             impl=impl,
         )
+
+    def _room(self, shape: tuple[int, ...], device: torch.device) -> Tensor | None:
+        """The last scores, to be overwritten, if they have the shape of the new ones."""
+        held = self._scores
+        return held if held is not None and held.shape == shape and held.device == device else None
 
     def _widened(self, rows: int, num_cells: int) -> Tensor:
         """The scores as they were, in a row for the pages there are now."""
@@ -172,22 +203,31 @@ class SelectionState:
             return scores[:, :, :num_cells]
         return torch.nn.functional.pad(scores, (0, num_cells - scores.shape[2]), value=-torch.inf)
 
-    def _select(self, scores: Tensor, page_table: Tensor, seq_lens: Tensor, budget: Tensor | None, impl: str) -> PageSelection:
+    def _select(
+        self,
+        scores: Tensor,
+        page_table: Tensor,
+        seq_lens: Tensor,
+        budget: Tensor | None,
+        workspace: DecodeWorkspace | None,
+        impl: str,
+    ) -> PageSelection:
         config, num_cells = self.config, page_table.shape[1]
-        budgets = budgets_of(config, seq_lens, num_cells * config.page_size, None, budget)
-        width = list_width(config, num_cells)
-        lists = PageSelection(
-            torch.empty((*scores.shape[:2], width), dtype=torch.int32, device=scores.device),
-            torch.empty(scores.shape[:2], dtype=torch.int32, device=scores.device),
-        )
+        shape = *scores.shape[:2], list_width(config, num_cells)
+        if workspace is None:
+            ids, counts = (torch.empty(s, dtype=torch.int32, device=scores.device) for s in (shape, shape[:2]))
+            lists = PageSelection(ids, counts)
+        else:
+            lists = workspace.selection_of(*shape)
         return select_pages(
             scores,
             seq_lens,
             page_size=config.page_size,
-            budget=budgets,
+            budget=budgets_of(config, seq_lens, num_cells * config.page_size, workspace, budget),
             top_p=config.top_p,
             sink_pages=config.sink_pages,
             recent_pages=config.recent_pages,
             out=lists,
+            workspace=workspace,
             impl=impl,
         )

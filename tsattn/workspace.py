@@ -26,8 +26,14 @@ def _sizes(**named: int) -> None:
     for name, value in named.items():
         if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(f"{name} must be an int, got {value!r}")
-        if value < 0:
-            raise ValueError(f"{name} must be at least 0, got {value}")
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+
+
+def _dtypes(**named: object) -> None:
+    for name, value in named.items():
+        if not isinstance(value, torch.dtype):
+            raise TypeError(f"{name} must be a torch.dtype, got {value!r}")
 
 
 @dataclass(frozen=True)
@@ -87,9 +93,18 @@ class DecodeWorkspace:
         device : torch.device or str
         impl : str
             As in the ops. Only Triton's launches need ``scratch`` and ``counters``.
+
+        Raises
+        ------
+        ValueError, TypeError
+            For a wrong argument, by name.
         """
         check_config(config)
         _sizes(num_rows=num_rows, max_pages=max_pages, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
+        if num_heads % num_kv_heads:
+            raise ValueError(f"num_heads must be a multiple of num_kv_heads = {num_kv_heads}, got {num_heads}")
+        kv_dtype = dtype if kv_dtype is None else kv_dtype
+        _dtypes(dtype=dtype, kv_dtype=kv_dtype)
         device = torch.device(device)
         lists = num_heads if config.group_reduce == "none" else num_kv_heads
         layers = [config.for_layer(layer) for layer, _ in config.layer_budgets]
@@ -109,7 +124,7 @@ class DecodeWorkspace:
                     width=width,
                     group_reduce=config.group_reduce,
                     dtype=dtype,
-                    kv_dtype=kv_dtype or dtype,
+                    kv_dtype=kv_dtype,
                     top_p=config.mass is not None,
                     refine_pages=config.refine_pages,
                 )
@@ -127,7 +142,10 @@ class DecodeWorkspace:
         )
 
     def reset(self) -> None:
-        """Zero the counters: needed only after a launch was aborted."""
+        """Zero the counters: only after a launch whose end no exception told of, such as a replay of a graph that was killed.
+
+        A step that raises does it itself, unless the device can't write any more.
+        """
         self.counters.zero_()
 
     @property
@@ -156,7 +174,13 @@ class DecodeWorkspace:
         return PageSelection(self.page_ids[:rows, :, :width], self.page_counts[:rows])
 
 
-def check_workspace(workspace: object) -> None:
-    """Refuse what is no :class:`DecodeWorkspace`."""
-    if workspace is not None and not isinstance(workspace, DecodeWorkspace):
+def check_workspace(workspace: object, device: torch.device, impl: str) -> None:
+    """Refuse what is no :class:`DecodeWorkspace` for calls of ``impl`` on ``device``; None is no workspace."""
+    if workspace is None:
+        return
+    if not isinstance(workspace, DecodeWorkspace):
         raise TypeError(f"workspace must be a DecodeWorkspace, got {type(workspace).__name__}")
+    if workspace.counters.device != device:
+        raise ValueError(f"workspace must be on q's device {device}, got one on {workspace.counters.device}")
+    if impl == "triton" and workspace.counters.numel() == 0:
+        raise ValueError("workspace was made for an impl without launches, this call has impl 'triton': allocate it with that")

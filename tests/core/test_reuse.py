@@ -107,6 +107,20 @@ def test_rows_that_change_places_keep_their_scores():
     assert torch.equal(result.selection.page_ids, expected.selection.page_ids[swapped])
 
 
+def test_rows_that_were_not_there_can_not_be_continued():
+    config = config_of(10)
+    decode, state = Decode(config), SelectionState(config)
+    state.sparse_decode(*decode.step())
+    for rows in ([5], [-1, 0], [0, 2]):
+        with pytest.raises(ValueError, match=r"rows must be in 0\.\.1, the rows of the last step"):
+            state.reorder(torch.tensor(rows))
+    for rows in ([1, 0], torch.tensor([0.0])):
+        with pytest.raises(TypeError, match="rows must"):
+            state.reorder(rows)
+    state.reorder(torch.tensor([1, 1, 0]))
+    assert state.selection.page_counts.shape[0] == 3
+
+
 def test_other_rows_are_refused_until_the_state_forgets():
     config = config_of(10)
     decode, state = Decode(config), SelectionState(config)

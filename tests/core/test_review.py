@@ -99,12 +99,11 @@ def test_page_ids_do_not_depend_on_the_default_dtype():
 
 
 def test_a_state_that_may_reuse_scores_ignores_no_plan():
-    cache, seqs, q = cache_of(100)
-    state = SelectionState(SparseConfig(plan="two", reselect_every=2, token_budget=32))
-    arguments = q, cache.k_cache, cache.v_cache, cache.page_stats, *cache.tables(seqs)
-    with pytest.raises(ValueError, match=r"config\.plan 'two'"):
-        state.sparse_decode(*arguments)
-    assert state.steps == 0
+    for plan in ("two", "ticket", "row"):
+        with pytest.raises(ValueError, match=rf"SparseConfig\.plan '{plan}'.*reselect_every=2"):
+            SelectionState(SparseConfig(plan=plan, reselect_every=2, token_budget=32))
+    for plan in ("auto", "separate"):
+        assert SparseConfig(plan=plan, reselect_every=2).plan == plan
 
 
 def test_a_scale_that_wants_a_gradient_is_refused():
@@ -132,3 +131,66 @@ def test_wrong_workspaces_are_named():
     for rows, error in ((-1, ValueError), ("2", TypeError)):
         with pytest.raises(error, match="num_rows must be"):
             tsattn.DecodeWorkspace.allocate(rows, 2, 4, 2, 16, config=config, dtype=torch.float32)
+    sizes = {"num_rows": 1, "max_pages": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
+    for name in sizes:
+        with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
+            tsattn.DecodeWorkspace.allocate(**{**sizes, name: 0}, config=config, dtype=torch.float32)
+    with pytest.raises(ValueError, match="num_heads must be a multiple of num_kv_heads = 3"):
+        tsattn.DecodeWorkspace.allocate(1, 2, 4, 3, 16, config=config, dtype=torch.float32)
+    for types in ({"dtype": "bfloat16"}, {"dtype": None}, {"dtype": torch.float32, "kv_dtype": "int8"}):
+        with pytest.raises(TypeError, match="^(kv_)?dtype must be a torch.dtype, got ('bfloat16'|None|'int8')"):
+            tsattn.DecodeWorkspace.allocate(1, 2, 4, 2, 16, config=config, **types)
+
+
+def test_a_workspace_of_another_device_is_refused():
+    case, config = make_case([20]), SparseConfig(page_size=16)
+    sizes = 1, case.page_table.shape[1], case.q.shape[1], case.k_cache.shape[2], case.q.shape[2]
+    room = tsattn.DecodeWorkspace.allocate(*sizes, config=config, dtype=case.q.dtype, device="meta", impl="torch")
+    paged = case.page_table, case.seq_lens
+    pools = case.q, case.k_cache, case.v_cache
+    scores, ranking = torch.zeros(1, 2, sizes[1]), {"page_size": 16, "workspace": room}
+    for call in (
+        lambda: tsattn.dense_decode(*pools, *paged, workspace=room),
+        lambda: tsattn.sparse_decode(*pools, case.page_stats, *paged, config=config, workspace=room),
+        lambda: tsattn.score_pages(case.q, case.page_stats, *paged, kind="means", **ranking),
+        lambda: tsattn.select_pages(scores, case.seq_lens, **ranking),
+    ):
+        with pytest.raises(ValueError, match=r"workspace must be on .* cpu, got one on meta"):
+            call()
+
+
+def test_a_workspace_without_room_for_launches_is_refused_by_triton():
+    case, config = make_case([20]), SparseConfig(page_size=16)
+    sizes = 1, case.page_table.shape[1], case.q.shape[1], case.k_cache.shape[2], case.q.shape[2]
+    room = tsattn.DecodeWorkspace.allocate(*sizes, config=config, dtype=case.q.dtype, impl="torch")
+    arguments = case.q, case.k_cache, case.v_cache, case.page_table, case.seq_lens
+    tsattn.dense_decode(*arguments, workspace=room, impl="torch")
+    with pytest.raises(ValueError, match="workspace was made for an impl without launches, .* impl 'triton'"):
+        tsattn.dense_decode(*arguments, workspace=room, impl="triton")
+
+
+@pytest.mark.parametrize("cache", [1, 2])
+@pytest.mark.parametrize("impl", IMPLS)
+def test_an_output_in_the_memory_of_a_cache_is_refused(impl, cache):
+    case, config = make_case([40]), SparseConfig(page_size=16, token_budget=16, recent_pages=1)
+    pools = case.q, case.k_cache, case.v_cache
+    name, before = ("k_cache", "v_cache")[cache - 1], pools[cache].clone()
+    out = torch.as_strided(pools[cache], case.q.shape, case.q.contiguous().stride())
+    paged = case.page_table, case.seq_lens
+    for call in (
+        lambda: tsattn.dense_decode(*pools, *paged, out=out, impl=impl),
+        lambda: tsattn.sparse_decode(*pools, case.page_stats, *paged, config=config, out=out, impl=impl),
+        lambda: tsattn.sparse_attn_with_kvcache(
+            case.q[:, None], *pools[1:], page_stats=case.page_stats, cache_seqlens=case.seq_lens, impl=impl,
+            block_table=case.page_table, config=SparseConfig(page_size=16, stats_dtype=None), out=out[:, None],
+        ),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"out shares its memory with {name}"):
+            call()
+    assert_same_bits(pools[cache], before)
+    arena = torch.zeros(2 * case.v_cache.numel())  # beside a cache in one storage is another matter
+    held = arena[: case.v_cache.numel()].view(case.v_cache.shape).copy_(case.v_cache)
+    beside = arena[-case.q.numel() :].view(case.q.shape)
+    assert_same_bits(
+        tsattn.dense_decode(*pools[:2], held, *paged, out=beside, impl=impl), tsattn.dense_decode(*pools, *paged, impl=impl)
+    )

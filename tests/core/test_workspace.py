@@ -1,11 +1,16 @@
 """Buffers given by the caller: same results, nothing allocated, no value read on the host."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime.interpreter import InterpreterBuilder
 
 import tsattn
-from tsattn import DecodeWorkspace, SparseConfig, contents, library
+from tests.kernels.decode_step import small_tiles
+from tsattn import DecodeWorkspace, SelectionState, SparseConfig, contents, library
+from tsattn.kernels.handoff import zeroed_after_failure
 from tsattn.testing import assert_same_bits, make_case
 
 FUSED = ("two", "ticket", "row")
@@ -146,6 +151,54 @@ def test_counters_left_over_by_an_aborted_launch_are_zeroed():
     assert_same_bits(tsattn.sparse_decode(*step(case), config=config, workspace=room, impl="triton"), expected)
 
 
+class Aborted(Exception):
+    """What a launch is stopped by."""
+
+
+@pytest.fixture
+def programs(monkeypatch):
+    """Counts the programs that are started, and stops the launch at number ``last``."""
+    original, seen = InterpreterBuilder.set_grid_idx, SimpleNamespace(count=0, last=None)
+
+    def counted(self, x, y, z):
+        seen.count += 1
+        if seen.count == seen.last:
+            raise Aborted
+        original(self, x, y, z)
+
+    monkeypatch.setattr(InterpreterBuilder, "set_grid_idx", counted)
+    return seen
+
+
+@pytest.mark.parametrize("plan", FUSED)
+def test_a_launch_that_is_aborted_leaves_a_workspace_that_works(plan, programs):
+    case, config = world(), config_of(plan)
+    room = workspace_of(case, config)
+    options = {"config": config, "return_lse": True, "return_selection": True, "workspace": room, "impl": "triton"}
+    with small_tiles():
+        expected = tsattn.sparse_decode(*step(case), **{**options, "workspace": None})
+        total = programs.count
+        for last in (2, total // 2, total):  # of "two" the second launch, too
+            programs.count, programs.last = 0, last
+            with pytest.raises(Exception, match="Aborted"):
+                tsattn.sparse_decode(*step(case), **options)
+            programs.last = None
+            assert not bool(room.counters.any())
+            result = tsattn.sparse_decode(*step(case), **options)
+            for here, there in zip((*result[:2], *result.selection), (*expected[:2], *expected.selection), strict=True):
+                assert_same_bits(here, there)
+
+
+def test_the_first_error_is_the_one_that_is_seen():
+    class Broken:
+        def zero_(self):
+            raise RuntimeError("an illegal memory access was encountered")
+
+    for counters in (Broken(), None):
+        with pytest.raises(KeyError, match="first"), zeroed_after_failure(counters):
+            raise KeyError("first")
+
+
 @pytest.mark.parametrize("impl", ["torch", "reference"])
 @pytest.mark.parametrize("plan", FUSED)
 def test_a_plan_is_not_ignored(impl, plan):
@@ -222,3 +275,30 @@ def test_a_workspace_serves_the_layer_with_the_largest_budget():
         result = tsattn.sparse_decode(*step(case), workspace=room, **options)
         assert result.selection.page_ids.shape == (3, 2, kept)
         assert_same_bits(result.out, tsattn.sparse_decode(*step(case), **options).out)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"reselect_every": 2, "min_seq_len": 30, "group_reduce": "mix"},
+        {"reselect_every": 2, "group_reduce": "none", "kind": "minmax"},
+        {"reselect_every": 2, "top_p": 0.5},
+    ],
+    ids=str,
+)
+def test_a_state_that_has_its_scores_allocates_nothing(unseen, options):
+    case, config = world(options.get("kind", "means")), config_of(**options)
+    room, out = workspace_of(case, config), torch.empty_like(case.q)
+    state, fresh = SelectionState(config), SelectionState(config)
+    asked = {"return_lse": True, "return_selection": True, "impl": "triton"}
+    state.sparse_decode(*step(case), out=out, workspace=room, **asked)
+    fresh.sparse_decode(*step(case), **asked)
+    for _ in range(2):  # one that reuses the scores, one that scores
+        case.q.neg_()
+        with NothingNew():
+            result = state.sparse_decode(*step(case), out=out, workspace=room, **asked)
+        expected = fresh.sparse_decode(*step(case), **asked)
+        for here, there in zip((*result[:2], *result.selection), (*expected[:2], *expected.selection), strict=True):
+            assert_same_bits(here, there)
+    assert (state.steps, state.scored) == (fresh.steps, fresh.scored) == (3, 2 if config.reselect_every == 2 else 3)

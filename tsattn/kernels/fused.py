@@ -24,7 +24,7 @@ from tsattn.kernels.fused_rank import scratch_pieces as rank_pieces
 from tsattn.kernels.fused_row import _row_kernel
 from tsattn.kernels.fused_score import _score_select_kernel
 from tsattn.kernels.fused_ticket import _ticket_kernel
-from tsattn.kernels.handoff import num_counters
+from tsattn.kernels.handoff import num_counters, zeroed_after_failure
 from tsattn.kernels.launch import INTERPRET, Growing, Piece, constants, is_amd, on_device_of, scratch_or_new
 from tsattn.kernels.refine import refined_lists
 from tsattn.kernels.refine import scratch_pieces as refine_scratch
@@ -290,8 +290,8 @@ def sparse_decode(
 ) -> None:
     """One decode step by one of :data:`PLANS`.
 
-    `counters` holds at least :func:`num_counters` int32, all zero; they are zero again afterwards. After a launch that was
-    aborted the caller zeroes them. Of `scores` only a row's own pages are written by a fused plan.
+    `counters` holds at least :func:`num_counters` int32, all zero; they are zero again afterwards, and after an
+    exception here. Of `scores` only a row's own pages are written by a fused plan.
     """
     num_rows, num_cells = page_table.shape
     num_pages, page_size, num_kv_heads, _ = k_cache.shape
@@ -385,7 +385,7 @@ def sparse_decode(
         cache=".cg",
     )
     growing = select.growing()._replace(splits=attend[3])
-    with on_device_of(q):
+    with on_device_of(q), zeroed_after_failure(counters):
         if plan == "separate":
             marks.part("attend")
             attend_lists(num_rows, growing, *attend[:3])

@@ -13,6 +13,10 @@ The counters are int32, zero before a launch and set back to zero by the last to
                                    first, says that the list is there
 """
 
+import contextlib
+from collections.abc import Iterator
+
+import torch
 import triton
 import triton.language as tl
 
@@ -58,3 +62,16 @@ def arrivals_of_list(counters, c, num_rows, row, list_head, chunk):
 def num_counters(rows: int, num_kv_heads: int, num_heads: int) -> int:
     """Counters (int32, zero) that a fused decode step of this size needs, whatever its plan and options."""
     return 1 + rows * (num_kv_heads + num_heads)
+
+
+@contextlib.contextmanager
+def zeroed_after_failure(counters: torch.Tensor | None) -> Iterator[None]:
+    """Zero the counters if the launches in between raise: arrivals of an aborted launch are in no later one's order."""
+    try:
+        yield
+    except BaseException:
+        if counters is not None:
+            # After a CUDA error this raises as well; the error to see is the first.
+            with contextlib.suppress(Exception):
+                counters.zero_()
+        raise

@@ -16,7 +16,7 @@ def softmax_attention(
     """Attention of G heads over T tokens in fp64: q [G, D], k and v [T, D], sinks [G] -> out [G, D], lse [G].
 
     The order is scale, softcap, then the mask (here: absent tokens); a sink is a logit with no value. Logits that are all
-    -inf are the empty state: out 0, lse -inf.
+    -inf are the empty state, whatever the sinks: out 0, lse -inf.
     """
     if k.shape[0] == 0:
         nothing = torch.zeros_like(q, dtype=torch.float64)
@@ -25,12 +25,12 @@ def softmax_attention(
     if softcap > 0:
         logits = softcap * torch.tanh(logits / softcap)
     values = v.double()
+    is_empty = (logits == -math.inf).all(dim=1)
     if sinks is not None:
         logits = torch.cat((logits, sinks.double()[:, None]), dim=1)
         values = torch.cat((values, torch.zeros_like(values[:1])))
-    lse = torch.logsumexp(logits, dim=1)
-    weights = torch.where(lse[:, None] == -math.inf, 0.0, torch.softmax(logits, dim=1))
-    return weights @ values, lse
+    out, lse = torch.softmax(logits, dim=1) @ values, torch.logsumexp(logits, dim=1)
+    return out.masked_fill(is_empty[:, None], 0.0), lse.masked_fill(is_empty, -math.inf)
 
 
 def visible_positions(pages: list[int], page_size: int, length: int, window: int | None) -> list[int]:
