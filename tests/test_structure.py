@@ -45,7 +45,8 @@ ARROWS = {
         *("certificate", "checks", "checks_step", "config", "dispatch", "library", "selection", "summaries", "workspace"),
     },
     "reuse": {
-        *("attention", "checks_tensor", "config", "contents", "decode", "dispatch", "ops", "selection", "summaries", "workspace"),
+        *("attention", "checks_tensor", "config", "contents", "decode", "dispatch", "ops", "selection", "summaries"),
+        "workspace",
     },
     "flash": {
         *("checks", "checks_statistics", "checks_step", "checks_tensor", "config", "contents", "decode", "dispatch", "ops"),

@@ -15,7 +15,7 @@ from .oracles import softmax_attention
 
 def attend(case, selection=None, **options):
     arguments = (case.q, case.k_cache, case.v_cache, case.page_table, case.seq_lens)
-    options |= {"k_scale": case.k_scale, "v_scale": case.v_scale, "return_lse": True, "impl": "reference"}
+    options = {"impl": "reference"} | options | {"k_scale": case.k_scale, "v_scale": case.v_scale, "return_lse": True}
     if selection is None:
         return tsattn.dense_decode(*arguments, **options)
     return tsattn.attend_pages(*arguments, selection, **options)
@@ -73,6 +73,21 @@ def test_quantised_cache_is_read_dequantised(kv_dtype):
     case = make_case([5, 40], kv_dtype=kv_dtype)
     out, lse = attend(case)
     judge(case, out, lse, lambda r, h: range(int(case.seq_lens[r])))
+
+
+@pytest.mark.parametrize("impl", ["reference", "torch", "triton"])
+def test_logits_that_are_all_minus_infinity_are_empty_even_with_sinks(impl):
+    case = make_case([5, 20], heads_kv=1, group=2, dim=16)
+    case.q.abs_()
+    case.k_cache[case.page_table[0, 0].long(), :5, :, 3] = -math.inf
+    sinks = torch.tensor([0.0, -1.0])
+    out, lse = attend(case, sinks=sinks, impl=impl)
+    assert bool((lse[0] == -math.inf).all()) and not bool(out[0].any())
+    exact, exact_lse = attend(case, sinks=sinks, impl="reference")
+    assert_close(out[1], exact[1].double())
+    assert_close(lse[1], exact_lse[1].double())
+    case.k_cache[case.page_table[0, 0].long(), 2, :, 3] = 0.0  # one visible logit, and the sinks count again
+    judge(case, *attend(case, sinks=sinks, impl=impl), lambda r, h: [2] if r == 0 else range(20), sinks=sinks)
 
 
 def test_options_follow_their_definitions():

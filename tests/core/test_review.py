@@ -138,7 +138,7 @@ def test_wrong_workspaces_are_named():
     with pytest.raises(ValueError, match="num_heads must be a multiple of num_kv_heads = 3"):
         tsattn.DecodeWorkspace.allocate(1, 2, 4, 3, 16, config=config, dtype=torch.float32)
     for types in ({"dtype": "bfloat16"}, {"dtype": None}, {"dtype": torch.float32, "kv_dtype": "int8"}):
-        with pytest.raises(TypeError, match="^(kv_)?dtype must be a torch.dtype, got ('bfloat16'|None|'int8')"):
+        with pytest.raises(TypeError, match=r"^(kv_)?dtype must be a torch.dtype, got ('bfloat16'|None|'int8')"):
             tsattn.DecodeWorkspace.allocate(1, 2, 4, 2, 16, config=config, **types)
 
 
@@ -165,7 +165,7 @@ def test_a_workspace_without_room_for_launches_is_refused_by_triton():
     room = tsattn.DecodeWorkspace.allocate(*sizes, config=config, dtype=case.q.dtype, impl="torch")
     arguments = case.q, case.k_cache, case.v_cache, case.page_table, case.seq_lens
     tsattn.dense_decode(*arguments, workspace=room, impl="torch")
-    with pytest.raises(ValueError, match="workspace was made for an impl without launches, .* impl 'triton'"):
+    with pytest.raises(ValueError, match=r"workspace was made for an impl without launches, .* impl 'triton'"):
         tsattn.dense_decode(*arguments, workspace=room, impl="triton")
 
 

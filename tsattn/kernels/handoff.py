@@ -66,7 +66,7 @@ def num_counters(rows: int, num_kv_heads: int, num_heads: int) -> int:
 
 @contextlib.contextmanager
 def zeroed_after_failure(counters: torch.Tensor | None) -> Iterator[None]:
-    """Zero the counters if the launches in between raise: arrivals of an aborted launch are in no later one's order."""
+    """Zero the counters if the launches in between raise: arrivals of an aborted launch would count in the next one."""
     try:
         yield
     except BaseException:

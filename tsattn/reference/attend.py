@@ -29,8 +29,8 @@ def softmax_attention(
     if sinks is not None:
         logits = torch.cat((logits, sinks.double()[:, None]), dim=1)
         values = torch.cat((values, torch.zeros_like(values[:1])))
-    out, lse = torch.softmax(logits, dim=1) @ values, torch.logsumexp(logits, dim=1)
-    return out.masked_fill(is_empty[:, None], 0.0), lse.masked_fill(is_empty, -math.inf)
+    weights = torch.softmax(logits, dim=1).masked_fill(is_empty[:, None], 0.0)
+    return weights @ values, torch.logsumexp(logits, dim=1).masked_fill(is_empty, -math.inf)
 
 
 def visible_positions(pages: list[int], page_size: int, length: int, window: int | None) -> list[int]:
