@@ -22,12 +22,12 @@ def list_width(config: SparseConfig, num_cells: int) -> int:
     return min(kept, num_cells)
 
 
-def _sizes(**named: int) -> None:
+def _sizes(least: int, **named: int) -> None:
     for name, value in named.items():
         if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(f"{name} must be an int, got {value!r}")
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
+        if value < least:
+            raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
 def _dtypes(**named: object) -> None:
@@ -100,7 +100,8 @@ class DecodeWorkspace:
             For a wrong argument, by name.
         """
         check_config(config)
-        _sizes(num_rows=num_rows, max_pages=max_pages, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
+        _sizes(0, num_rows=num_rows, max_pages=max_pages)
+        _sizes(1, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
         if num_heads % num_kv_heads:
             raise ValueError(f"num_heads must be a multiple of num_kv_heads = {num_kv_heads}, got {num_heads}")
         kv_dtype = dtype if kv_dtype is None else kv_dtype

@@ -132,9 +132,9 @@ def test_wrong_workspaces_are_named():
         with pytest.raises(error, match="num_rows must be"):
             tsattn.DecodeWorkspace.allocate(rows, 2, 4, 2, 16, config=config, dtype=torch.float32)
     sizes = {"num_rows": 1, "max_pages": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
-    for name in sizes:
-        with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
-            tsattn.DecodeWorkspace.allocate(**{**sizes, name: 0}, config=config, dtype=torch.float32)
+    for name, least in (("num_rows", 0), ("max_pages", 0), ("num_heads", 1), ("num_kv_heads", 1), ("head_dim", 1)):
+        with pytest.raises(ValueError, match=f"{name} must be at least {least}, got {least - 1}"):
+            tsattn.DecodeWorkspace.allocate(**{**sizes, name: least - 1}, config=config, dtype=torch.float32)
     with pytest.raises(ValueError, match="num_heads must be a multiple of num_kv_heads = 3"):
         tsattn.DecodeWorkspace.allocate(1, 2, 4, 3, 16, config=config, dtype=torch.float32)
     for types in ({"dtype": "bfloat16"}, {"dtype": None}, {"dtype": torch.float32, "kv_dtype": "int8"}):
