@@ -27,7 +27,6 @@ from tsattn.kernels import select
 from tsattn.kernels.score_group import Leading
 from tsattn.summaries import SUMMARIES
 from tsattn.testing.aot_steps import mass, merge, refine
-from tsattn.tuning import space
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -35,9 +34,6 @@ TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-
-CANDIDATE_TARGETS = ("sm_90", "gfx942")
-"""One target per vendor compiles the candidate configurations too; the others compile the defaults."""
 
 
 @dataclass(frozen=True)
@@ -355,41 +351,3 @@ def cases() -> dict[str, Callable[[], None]]:
     add(merge, BF16, 80)
     add(merge, FP32, 256)
     return table
-
-
-def candidate_cases(target: str) -> dict[str, Callable[[], None]]:
-    """Every candidate configuration that no case of :func:`cases` compiles, at a common shape that has it."""
-    launches: dict[str, Callable[[torch.dtype, int], None]] = {
-        "append": lambda dtype, dim: _append("means", 2, dtype, dtype, dtype, dim, 16),
-        "score": lambda dtype, dim: _score("means", 2, dtype, dtype, dim, 16, 4, "max"),
-        "attend": lambda dtype, dim: _attend(dtype, dtype, dim, 16, 4, 128),
-    }
-    table: dict[str, Callable[[], None]] = {}
-    seen = []
-    for stage, launch in launches.items():
-        for dtype, dim in ((BF16, 128), (BF16, 256), (FP32, 128), (FP32, 256)):
-            for config in space.candidates(stage, element_size=dtype.itemsize, head_dim=dim, arch=target)[1:]:
-                # The same configuration at another head dim is the same kernel with another constant.
-                if (stage, dtype, config) in seen:
-                    continue
-                seen.append((stage, dtype, config))
-
-                def run(
-                    stage: str = stage,
-                    launch: Callable[[torch.dtype, int], None] = launch,
-                    config: space.Config = config,
-                    dtype: torch.dtype = dtype,
-                    dim: int = dim,
-                ) -> None:
-                    with space.forced(stage, config):
-                        launch(dtype, dim)
-
-                sizes = "".join(f"{k.removeprefix('BLOCK_')}{n}" for k, n in config.tiles.items() if "BLOCK_" in k)
-                name = f"{stage}-{str(dtype).removeprefix('torch.')}-{dim}"
-                table[f"{name}-candidate-{sizes}w{config.num_warps}s{config.num_stages}"] = run
-    return table
-
-
-def all_cases(target: str) -> dict[str, Callable[[], None]]:
-    """What is compiled for a target: the launches, and on one target per vendor all candidates."""
-    return cases() | (candidate_cases(target) if target in CANDIDATE_TARGETS else {})

@@ -34,12 +34,13 @@ def _config(options: Any, compiled: Any) -> dict[str, int]:
     return tiles | {"num_warps": int(compiled.metadata.num_warps), "num_stages": int(compiled.metadata.num_stages)}
 
 
-def compile_rows(target: str, only: str = "") -> Iterator[Row]:
+def compile_rows(target: str, only: str = "", *, gate: bool = False) -> Iterator[Row]:
     """Compile the launches whose name contains `only` for one target, in this process."""
-    from tsattn.testing import aot
+    from tsattn.testing import aot_candidates
 
     codes: dict[str, Any] = {}
-    names = [case for case in aot.all_cases(target) if only in case]
+    cases = aot_candidates.gate_cases(target) if gate else aot_candidates.all_cases(target)
+    names = [case for case in cases if only in case]
     for first in range(0, len(names), _BATCH):
         yield from _batch(target, names[first : first + _BATCH], codes)
 
@@ -48,10 +49,10 @@ def _batch(target: str, names: Sequence[str], codes: dict[str, Any]) -> Iterator
     """Compile some launches, and disassemble together what is not among `codes` yet."""
     import triton
 
-    from tsattn.testing import aot, machine_code
+    from tsattn.testing import aot, aot_candidates, machine_code
     from tsattn.tuning.hardware import programs_per_multiprocessor
 
-    shipped, everything = aot.cases(), aot.all_cases(target)
+    shipped, everything = aot.cases(), aot_candidates.all_cases(target)
     done = []
     for case in names:
         try:
@@ -85,11 +86,12 @@ def _batch(target: str, names: Sequence[str], codes: dict[str, Any]) -> Iterator
         }
 
 
-def _worker_rows(target: str, only: str, cache: Path) -> Iterator[Row]:
+def _worker_rows(target: str, only: str, cache: Path, gate: bool) -> Iterator[Row]:
     """The rows of :func:`compile_rows` from a process that doesn't interpret kernels."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env |= {"TRITON_CACHE_DIR": str(cache.absolute()), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tsattn.testing.audit", "--worker", "--target", target, f"--only={only}"]
+    command += ["--gate"] if gate else []
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         # A compiler that fails may print what it failed on: only lines of JSON are rows.
@@ -106,6 +108,7 @@ def audit(
     *,
     cache: Path = DEFAULT_CACHE,
     jobs: int = 2,
+    gate: bool = False,
     progress: Callable[[Row], None] | None = None,
 ) -> list[Row]:
     """Rows of all launches whose name contains `only`, for all targets; failures are rows with an "error".
@@ -120,13 +123,15 @@ def audit(
         Triton's cache of compiled kernels.
     jobs
         Targets compiled at once.
+    gate
+        Only what the tests compile: all defaults, and a few of the candidates.
     progress
         Called with every row as it comes.
     """
 
     def collect(target: str) -> list[Row]:
         rows = []
-        for row in _worker_rows(target, only, cache):
+        for row in _worker_rows(target, only, cache, gate):
             rows.append(row)
             if progress is not None:
                 progress(row)
@@ -183,6 +188,11 @@ def _parser(targets: Sequence[str]) -> argparse.ArgumentParser:
     add("--json", type=Path, metavar="FILE", help="write the rows to FILE")
     add("--baseline", type=Path, metavar="FILE", help="compare instruction counts with those in FILE")
     add("--accept", action="store_true", help="write the instruction counts into the file of --baseline")
+    add(
+        "--gate",
+        action="store_true",
+        help="only what the tests compile: defaults, and a few of the candidates (part of --accept)",
+    )
     add("--cache", type=Path, default=DEFAULT_CACHE, metavar="FOLDER", help="Triton's cache (default: %(default)s)")
     add("--jobs", type=int, default=2, help="targets compiled at once (default: %(default)s)")
     add("--worker", action="store_true", help=argparse.SUPPRESS)
@@ -191,24 +201,26 @@ def _parser(targets: Sequence[str]) -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; the exit status is 1 if something didn't compile, 2 for wrong arguments."""
-    from tsattn.testing import aot, audit_rules
+    from tsattn.testing import aot, aot_candidates, audit_rules
 
     parser = _parser(list(aot.TARGETS))
     args = parser.parse_args(argv)
     if args.accept and args.baseline is None:
         parser.error("--accept needs --baseline FILE")
     targets = args.target or list(aot.TARGETS)
+    gate = args.gate or args.accept
     if args.worker:
-        for row in compile_rows(targets[0], args.only):
+        for row in compile_rows(targets[0], args.only, gate=gate):
             print(json.dumps(row), flush=True)
         return 0
-    names = [case for target in targets for case in aot.all_cases(target) if args.only in case]
+    cases = aot_candidates.gate_cases if gate else aot_candidates.all_cases
+    names = [case for target in targets for case in cases(target) if args.only in case]
     if args.list or not names:
         print("\n".join(dict.fromkeys(names)) if names else f"no launch is named like {args.only!r}; --list lists them")
         return 0 if names else 2
 
     with _progress(len(names)) as progress:
-        rows = audit(targets, args.only, cache=args.cache, jobs=args.jobs, progress=progress)
+        rows = audit(targets, args.only, cache=args.cache, jobs=args.jobs, gate=gate, progress=progress)
     known = audit_rules.read_baseline(args.baseline) if args.baseline is not None else {}
     print(table(rows, known))
     if args.json is not None:
