@@ -13,7 +13,9 @@ from tests.kernels.decode_step import FUSED, assert_fused_as_separate, assert_sa
 from tsattn import kernels
 from tsattn.kernels import fused
 from tsattn.scratch import Scratch
+from tsattn.summaries import GROUP_REDUCTIONS
 from tsattn.testing import make_case
+from tsattn.testing.inputs import LAYOUTS
 from tsattn.tuning import plans
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -173,6 +175,36 @@ def test_the_order_of_programs_does_not_show(plan, order, monkeypatch):
         in_order(monkeypatch, order)
         for (case, options), right in zip(steps, expected, strict=True):
             assert_same_step(decode(case, plan, **options), right, f"{plan} {order}")
+
+
+AXES = (
+    ("reversed", "shuffled"),
+    FUSED,
+    GROUP_REDUCTIONS,
+    ("means", "minmax", "meanvar", "centroids"),
+    ((FP32, FP32), (FP16, FP16), (BF16, BF16), (BF16, INT8), (FP16, FP8)),
+    (None, INT8),
+    LAYOUTS,
+)
+
+
+def crossings(count=8):
+    """A fixed sample of all combinations in which every value of an axis comes about equally often."""
+    dice = random.Random(0)
+    return list(zip(*(dice.sample((axis * count)[:count], count) for axis in AXES), strict=True))
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("crossing", crossings(), ids=lambda c: "-".join(str(x).replace("torch.", "") for x in c))
+def test_crossed_options_in_any_order_of_programs(crossing, monkeypatch):
+    order, plan, reduce, kind, (dtype, kv_dtype), stats, layout = crossing
+    types = {"dtype": dtype, "kv_dtype": kv_dtype, "stats_dtype": stats}
+    case = make_case((70, 0, 20), group=2, dim=16, kind=kind, layout=layout, **types)
+    numbers = {"page_stats_scale": case.page_stats_scale, "page_stats_weight": case.page_stats_weight}
+    with small_tiles():
+        expected = decode(case, "separate", width=3, reduce=reduce, **numbers)
+        in_order(monkeypatch, order)
+        assert_same_step(decode(case, plan, width=3, reduce=reduce, **numbers), expected, plan)
 
 
 @pytest.mark.parametrize("plan", FUSED)

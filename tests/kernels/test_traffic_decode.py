@@ -1,6 +1,7 @@
 """A decode step of every plan moves statistics once, selected tokens once, q and out, and what the cost model says."""
 
 import functools
+import random
 
 import pytest
 import torch
@@ -8,6 +9,8 @@ import torch
 import tsattn
 from tsattn import cost, cost_plans
 from tsattn.config import PLANS
+from tsattn.summaries import GROUP_REDUCTIONS
+from tsattn.testing.inputs import LAYOUTS
 from tsattn.testing.traffic import Count
 from tsattn.tuning import space
 
@@ -90,7 +93,7 @@ def model(case, config, **options):
 
 def assert_as_the_model_says(t, case, config, **options):
     """Every input, every result, every piece of scratch and all bytes together are moved as the cost of the plan has it."""
-    named = [*inputs(case), "sinks", *RESULTS]
+    named = [*inputs(case), "page_stats_scale", "sinks", *RESULTS]
     assert_moved(t, model(case, config, **options), named, RANKING)
 
 
@@ -116,6 +119,35 @@ def test_a_step_moves_the_floor_and_what_the_model_says(case, plan):
     for name in ("page_stats", "k_cache", "v_cache"):
         assert t[name].loaded == floor.read[name]
     assert t["q"].unique_read == floor.read["q"] and t["out"].stored == floor.written["out"]
+    assert_as_the_model_says(t, case, config)
+
+
+AXES = (
+    EVERY_PLAN,
+    LAYOUTS,
+    ((BF16, BF16), (FP16, FP16), (FP32, FP32), (BF16, INT8), (FP16, FP8)),
+    (None, FP32, INT8),
+    GROUP_REDUCTIONS,
+    ("means", "minmax", "meanvar"),
+)
+
+
+def crossings(count=7):
+    """A fixed sample of all combinations in which every value of an axis comes about equally often."""
+    dice = random.Random(0)
+    return list(zip(*(dice.sample((axis * count)[:count], count) for axis in map(list, AXES)), strict=True))
+
+
+@pytest.mark.parametrize("crossing", crossings(), ids=lambda c: "-".join(str(x).replace("torch.", "") for x in c))
+def test_crossed_options_move_the_floor_and_what_the_model_says(crossing):
+    plan, layout, (dtype, kv_dtype), stats, reduce, kind = crossing
+    types = {"dtype": dtype, "kv_dtype": kv_dtype, "stats_dtype": stats}
+    case = traffic_case((100, 0, 33), dim=16, group=2, layout=layout, kind=kind, **types)
+    config = tsattn.SparseConfig(
+        token_budget=64, recent_pages=1, plan=plan, kind=kind, group_reduce=reduce, stats_dtype=stats or dtype
+    )
+    t, result = decode(case, config)
+    check_floor(t, case, result)
     assert_as_the_model_says(t, case, config)
 
 

@@ -163,7 +163,7 @@ def search_rounds(scores, need):
 
 def decode(case, config, **options):
     """(traffic, result) of one step, the results under their names."""
-    named = {name: options.get(name) for name in NAMED}
+    named = {name: options.get(name) for name in NAMED} | {"page_stats_scale": case.page_stats_scale}
     with Traffic(**inputs(case), **named) as t:
         result = tsattn.sparse_decode(
             case.q,
@@ -175,6 +175,7 @@ def decode(case, config, **options):
             config=config,
             k_scale=case.k_scale,
             v_scale=case.v_scale,
+            page_stats_scale=case.page_stats_scale,
             return_lse=True,
             return_selection=True,
             impl="triton",

@@ -1,14 +1,14 @@
 """Launches with the candidate configurations that a tuning table may choose instead of the defaults.
 
-Every candidate is compiled in the kernels of its own stage and in the fused kernels that take it, for caches of 1, 2 and 4 bytes
-and for narrow and wide heads. The tests compile a few of them: a fused kernel takes seconds.
+Every candidate is compiled in the kernels of its own stage and in the fused kernels that take it, for caches of 1, 2 and 4
+bytes and for narrow and wide heads. The tests compile a few of them: a fused kernel takes seconds.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -89,7 +89,7 @@ def _attend(target: str) -> Iterator[Case]:
             yield Case(_words("attend", dtype, cache, dim, width), dtype, cache, launch, choice, in_gate)
 
 
-def _choices(plan: str, target: str, dtype: torch.dtype, cache: torch.dtype, dim: int) -> list[Choice]:
+def _choices(plan: str, target: str, dtype: torch.dtype, cache: torch.dtype, dim: int) -> Sequence[Choice]:
     """What a table may make of a step by a plan, as far as it changes a kernel."""
     score = space.candidates("score", element_size=dtype.itemsize, head_dim=dim, arch=target)
     attend = space.candidates("attend", element_size=cache.itemsize, head_dim=dim, arch=target)
