@@ -219,7 +219,7 @@ def select(
         shape("budget", budget, (rows,), "[R]")
     elif budget is not None:
         if isinstance(budget, bool) or not isinstance(budget, int):
-            raise TypeError(f"budget must be an int, an int32 tensor [R] or None, got {budget!r}")
+            raise TypeError(f"budget must be an int, a tensor [R] of int32 or int64, or None, got {budget!r}")
         if budget < 1:
             raise ValueError(f"budget must be at least 1 token, got {budget}")
     is_number = isinstance(top_p, int | float) and not isinstance(top_p, bool)

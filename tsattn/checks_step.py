@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tsattn.checks_tensor import channels_contiguous, no_gradient, same_device, shape, tensor, writable
+from tsattn.checks_tensor import INDEX_DTYPES, channels_contiguous, no_gradient, same_device, shape, tensor, writable
 
 
 def row_budget(budget: Tensor | None, rows: int, device: torch.device) -> None:
     """Refuse what is no number of tokens per row."""
     if budget is None:
         return
-    tensor("budget", budget, 1, (torch.int32,), "[R]")
+    tensor("budget", budget, 1, INDEX_DTYPES, "[R]")
     shape("budget", budget, (rows,), "[R]")
     if budget.device != device:
         raise ValueError(f"budget must be on q's device {device}, got {budget.device}")

@@ -31,7 +31,7 @@ def budgets_of(
     if config.min_seq_len == 0 or (budget is None and config.min_seq_len <= config.token_budget):
         return budget  # the width of the lists is the cap
     if workspace is None:
-        asked = config.token_budget if budget is None else budget.clamp_max(config.token_budget)
+        asked = config.token_budget if budget is None else budget.clamp(0, config.token_budget)
         return torch.where(seq_lens < config.min_seq_len, all_tokens, asked).to(torch.int32)
     rows = seq_lens.shape[0]
     is_short = torch.lt(seq_lens, config.min_seq_len, out=workspace.is_short[:rows])
@@ -39,7 +39,7 @@ def budgets_of(
     if budget is None:
         asked.fill_(config.token_budget)
     else:
-        torch.clamp(budget, max=config.token_budget, out=asked)
+        torch.clamp(budget, 0, config.token_budget, out=asked)  # so that int64 fits
     return asked.masked_fill_(is_short, all_tokens)
 
 
@@ -140,7 +140,7 @@ def sparse_decode(
     page_stats_weight : torch.Tensor, optional
         [num_pages, HKV, M] fp32, the weights of kind "centroids".
     budget : torch.Tensor, optional
-        [R] int32, tokens per row as in :func:`tsattn.select_pages`, at most ``config.token_budget`` of them; default that for
+        [R] int32 or int64, tokens per row as in :func:`tsattn.select_pages`, at most ``config.token_budget`` of them; default that for
         all rows. A row of less than ``config.min_seq_len`` tokens keeps everything; one with a budget of 0 reads nothing.
     coarse_stats, coarse_stats_scale : torch.Tensor, optional
         [num_pages, HKV, 1, D] int8 and [num_pages, HKV, 1] fp32, for ``config.refine_pages``; written by :func:`append_kv`.

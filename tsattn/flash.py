@@ -165,7 +165,7 @@ def sparse_attn_with_kvcache(
         Everything else; default ``SparseConfig(page_size=S, token_budget=token_budget)``. With a block table the page size is
         the cache's S, whatever ``config.page_size`` says; without one rows are cut into pages of ``config.page_size``.
     budget : torch.Tensor, optional
-        [B] int32, tokens per sequence, each of its queries: at most ``token_budget``, or the configuration's.
+        [B] int32 or int64, tokens per sequence, each of its queries: at most ``token_budget``, or the configuration's.
     causal : bool
         Query i of Sq sees all but the last Sq - 1 - i tokens. False: every query sees all.
     softmax_scale, softcap, k_scale, v_scale, impl

@@ -233,7 +233,7 @@ def select_pages(
     page_size : int
         S.
     budget : int or torch.Tensor, optional
-        Tokens per list: one number, or int32 [R]. K = ceil(budget / S) pages are kept, forced pages included. None: no
+        Tokens per list: one number, or [R] int32 or int64. K = ceil(budget / S) pages are kept, forced pages included. None: no
         limit but N (or the width of ``out``).
     top_p : float, optional
         Keep the smallest set of best pages whose share of the row's sum of exp(score) reaches ``top_p``, within the budget

@@ -1,6 +1,7 @@
 """Every kernel compiles for every GPU family that is supported, and to the machine code it was built for."""
 
 import importlib
+import math
 import pkgutil
 import re
 from pathlib import Path
@@ -40,6 +41,28 @@ def entry_kernels() -> set[str]:
     return names
 
 
+#: Most registers and instructions, and programs per SM at least, on sm_90 with D = 128, bf16, G = 4 and pages of 16.
+LIMITS = {
+    "score-minmax-2-bfloat16-bfloat16-128-16-4-max _score_kernel": (56, 400, 1),
+    "score-centroids-2-bfloat16-bfloat16-128-16-4-max _score_kernel": (56, 400, 1),
+    "decode-separate-means-2-bfloat16-bfloat16-128-16-4-max _score_kernel": (56, 400, 1),
+    "select-tile-2048-128 _select_tile_kernel": (80, math.inf, 1),
+    "decode-separate-means-2-bfloat16-bfloat16-128-16-4-max _select_tile_kernel": (80, math.inf, 1),
+    "decode-separate-means-2-bfloat16-bfloat16-128-16-4-max _attend_lists_kernel": (80, math.inf, 6),
+}
+
+
+def over_limits(rows):
+    """What is over its limit, as text; KeyError where a row is missing."""
+    by_key = {audit_rules.row_key(row): row for row in rows}
+    found = {key: tuple(by_key[key][name] for name in ("registers", "instructions", "occupancy")) for key in LIMITS}
+    return [
+        f"{key}: {seen}, at most {LIMITS[key][:2]} and at least {LIMITS[key][2]} programs"
+        for key, seen in found.items()
+        if seen[0] > LIMITS[key][0] or seen[1] > LIMITS[key][1] or seen[2] < LIMITS[key][2]
+    ]
+
+
 # One test per target, not one per property: the compilations are what takes time, and xdist would repeat them.
 @pytest.mark.parametrize("target", aot.TARGETS)
 def test_compiles_to_what_the_kernels_were_built_for(target, tmp_path):
@@ -55,3 +78,7 @@ def test_compiles_to_what_the_kernels_were_built_for(target, tmp_path):
     problems = audit_rules.unexpected(found, KNOWN_ISSUES, target=target, version=VERSION)
     stale = [f"no longer compiled, `make audit-accept`: {key}" for key in audit_rules.stale(rows, baseline, target)]
     assert not problems + stale, "\n".join(problems + stale)
+    if (target, VERSION) == ("sm_90", "3.9"):
+        tile = next(row for row in rows if row["kernel"] == "_attend_lists_kernel" and "16-4-max" in row["case"])
+        assert tile["config"]["BLOCK_T"] == 64
+        assert not over_limits(rows)

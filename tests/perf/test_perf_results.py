@@ -11,6 +11,7 @@ from perf.bench_decode import BENCH, PLANS
 from perf.workloads import choose
 from tsattn.demo.report import machine
 from tsattn.testing import assert_close
+from tsattn.tuning import plans
 
 RESULTS = timing.ROOT / "perf" / "results"
 H200 = RESULTS / "model" / "h200.json"
@@ -40,6 +41,47 @@ def test_the_documented_table_is_that_of_the_committed_model():
     page = (timing.ROOT / "docs" / "performance.md").read_text()
     lines = model.table(modelled(), "H200").splitlines()
     assert len(lines) == 16 and "\n".join(lines[2:]) in page
+
+
+def counted_table(name: str) -> list[dict]:
+    return [json.loads(line) for line in (RESULTS / "cpu" / name).read_text().splitlines()]
+
+
+def test_the_documented_bytes_are_those_of_the_committed_counts():
+    page = (timing.ROOT / "docs" / "cost.md").read_text()
+    for row in counted_table("traffic.jsonl"):
+        if row["model"] != "llama-3.1-8b" or row["summary"] != "means2" or row["page_size"] != 16:
+            continue
+        kb = " | ".join(f"{row[name] / 1024:,.0f}" for name in ("floor", "counted_once", "counted", "dense"))
+        ratios = row["dense_floor"] / row["floor"], row["dense"] / row["counted"]
+        assert f"| {row['context'] // 1024}K | {row['budget']} | {kb} | {ratios[0]:.2f} | {ratios[1]:.2f} |" in page
+    by_context: dict[int, list[str]] = {}
+    for row in counted_table("traffic_plans.jsonl"):
+        by_context.setdefault(row["context"], []).append(f"{row['counted'] / 1024:,.0f}")
+    assert len(by_context) == 4
+    for context, numbers in by_context.items():
+        assert f"| {context // 1024}K | {' | '.join(numbers)} |" in page
+
+
+def test_the_automatic_plan_is_as_good_as_the_model_can_tell():
+    """Within 3 us or 10% of the best plan; the exceptions are those that tsattn/tuning/plans.py names."""
+    times: dict[tuple, dict[str, float]] = {}
+    for row in modelled():
+        if row["plan"]:
+            heads = row["batch"] * row["heads"][1]
+            shape = heads, row["context"] // row["page_size"], row["budget"] // row["page_size"]
+            times.setdefault((row["workload"], *shape), {})[row["plan"]] = 1e6 * row["seconds"]["median"]
+    assert len(times) > 70
+    for (workload, *shape), by_plan in times.items():
+        picked = plans.plan_for(*shape)
+        best = min(by_plan, key=by_plan.__getitem__)
+        lost = by_plan[picked] - by_plan[best]
+        if shape[1] > 2048:
+            assert picked == "separate", workload  # The model's fused selection holds them, the kernels' reads them again.
+        elif shape[0] == 128 and best == "row":
+            assert picked == "two" and lost < 6, workload
+        else:
+            assert lost <= max(3, 0.1 * by_plan[picked]), workload
 
 
 @pytest.mark.parametrize("name", ["llama-3.1-8b-32k-b1-t2048-s16-minmax", "llama-3.1-8b-128k-b64-t1024-s16-means1"])

@@ -1,26 +1,28 @@
 """Which fusion of a decode step to take, as data.
 
-Modelled, not measured: the times behind the table are an estimate for one H200 (4.3 TB/s, 132 SMs, 2 us of latency per
-kernel, 1 us per handoff, a CUDA graph; HKV = 8, D = 128, S = 16, bf16, 2,048 tokens kept, min/max statistics), in us:
+Modelled, not measured: the times behind the table are an estimate for one H200 (4.3 TB/s, 132 SMs, 1.5 us per launch in a
+CUDA graph, 2 us of latency per kernel, 1 us per handoff; HKV = 8, D = 128, S = 16, bf16, 2,048 tokens kept, min/max
+statistics), in us, from perf/results/model/h200.json:
 
     rows, tokens     separate    two    ticket    row
-    1,    8K               18     13        11     26
-    1,    32K              20     15        13     40
-    1,    128K             29     24        22     96
-    4,    8K               25     20        19     26
-    4,    32K              32     27        25     40
-    4,    128K             59     54        52     96
-    16,   8K               56     51        50     44
-    16,   32K              80     75        74     68
-    16,   128K            177    172       171    165
-    64,   8K              182    177       172    169
-    64,   32K             279    274       267    268
-    64,   128K            666    661       645    667
+    1,   8K                18     13        11     28
+    1,   32K               20     15        14     43
+    1,   128K              30     25        23    103
+    4,   8K                26     21        19     28
+    4,   32K               33     28        26     43
+    4,   128K              61     56        55    103
+    16,  8K                57     52        51     47
+    16,  32K               83     78        77     73
+    16,  128K             187    182       181    177
+    64,  8K               187    182       177    182
+    64,  32K              291    286       279    289
+    64,  128K             707    702       686    718
 
-The model can't tell plans apart that are within 3 us or 12 %; of those the simplest is taken, in the order separate, two,
-ticket, row. It holds a selection of up to 8,192 pages in registers. The fused kernels hold 2,048 and read longer rows again for
-every bit of the threshold, so rows beyond that are left to separate launches, which select on two levels. Measured times would
-replace this table.
+The model can't tell plans apart that are within 3 us or 10%; of those the simplest is taken, in the order separate, two,
+ticket, row. In one place that isn't so: with 128 (row, KV head) pairs, which fill 128 of the 132 SMs, "row" is up to 6 us
+faster than "two" by a model that leaves out how one program hides its latencies. The model holds a selection of up to 8,192
+pages in registers. The fused kernels hold 2,048 and read longer rows again for every bit of the threshold, so rows beyond that
+are left to separate launches, which select on two levels. Measured times would replace this table.
 
 The times are those of "max". Reductions of whole rows take two to four launches more in plan separate; in the others the last
 program to score a row does that work alone, over all pages of a row three times, at some 60 GB/s: less than those launches
