@@ -140,8 +140,9 @@ def sparse_decode(
     page_stats_weight : torch.Tensor, optional
         [num_pages, HKV, M] fp32, the weights of kind "centroids".
     budget : torch.Tensor, optional
-        [R] int32 or int64, tokens per row as in :func:`tsattn.select_pages`, at most ``config.token_budget`` of them; default that for
-        all rows. A row of less than ``config.min_seq_len`` tokens keeps everything; one with a budget of 0 reads nothing.
+        [R] int32 or int64, tokens per row as in :func:`tsattn.select_pages`, at most ``config.token_budget`` of them;
+        default that for all rows. A row of less than ``config.min_seq_len`` tokens keeps everything; one with a budget of 0
+        reads nothing.
     coarse_stats, coarse_stats_scale : torch.Tensor, optional
         [num_pages, HKV, 1, D] int8 and [num_pages, HKV, 1] fp32, for ``config.refine_pages``; written by :func:`append_kv`.
     return_lse, return_selection, return_bound : bool
