@@ -338,6 +338,8 @@ def calibration(loaded: Any, paragraphs: list[str], out: Path) -> None:
     config = tsattn.calibrate(
         loaded.model, tokens, tokenizer=loaded.tokenizer, contexts=[4096, 8192], out=out / "calibration", progress=True
     )
+    about = about_of(loaded, "python -m perf.quality calibration")
+    (out / "calibration" / "about.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
     print(config)
 
 

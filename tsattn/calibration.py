@@ -36,13 +36,14 @@ def calibrate(
     model : PreTrainedModel
         A Transformers decoder, in evaluation mode. Needs the extra ``tsattn[hf]``; pictures need matplotlib.
     token_ids : sequence of int or torch.Tensor
-        [L] or [1, L], a text of your own. At least twice the largest context and ``continued``.
+        [L] or [1, L], a text of your own, without pass keys. At least twice the largest context and ``continued``; of each half
+        no more than that is read, from its beginning. A first token that begins texts is left out, and put where it belongs.
     tokenizer : PreTrainedTokenizer, optional
         For the pass keys; None loads the one of ``model.name_or_path``.
     candidates : iterable of SparseConfig, optional
         Default: :func:`tsattn.evaluation.calibrate.default_candidates`.
     contexts : sequence of int
-        Tokens of context to measure at.
+        Tokens of context to measure at, that the model can read.
     max_kl : float
         Largest mean KL divergence from dense attention, in nats, at every context.
     max_missed : int
@@ -55,7 +56,7 @@ def calibrate(
         Of pass keys.
     out : path, optional
         Folder for config.json (:meth:`SparseConfig.from_dict` reads it), report.md, the picture of the frontier, and
-        rows.jsonl, with which an interrupted run goes on.
+        rows.jsonl, with which an interrupted run goes on. A config.json of something else there is refused.
     progress : bool
         Show bars.
 

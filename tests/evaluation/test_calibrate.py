@@ -84,6 +84,32 @@ def test_none_that_holds_names_the_nearest_and_keeps_the_rows(loaded, tmp_path):
     assert (tmp_path / "report.md").exists()
 
 
+def test_a_configuration_of_something_else_is_kept(loaded, tiny, tmp_path):
+    model, tokens = loaded
+    config = (tiny / "config.json").read_text()
+    (tmp_path / "config.json").write_text(config)
+    with pytest.raises(ValueError, match=r"config\.json is no SparseConfig and would be replaced"):
+        tsattn.calibrate(model, tokens, candidates=CANDIDATES[:1], out=tmp_path, **SIZES)
+    assert (tmp_path / "config.json").read_text() == config
+
+
+@pytest.mark.filterwarnings("ignore:dense attention finds none:UserWarning")
+def test_the_beginning_of_a_text_and_repeated_contexts_count_once(loaded, tmp_path):
+    model, tokens = loaded
+    bos = transformers.AutoTokenizer.from_pretrained(model.name_or_path).bos_token_id
+    found = []
+    for ids, contexts, folder in ((tokens, [160], "a"), ([bos, *tokens], (160, 160), "b")):
+        options = SIZES | {"contexts": contexts, "out": tmp_path / folder}
+        tsattn.calibrate(model, ids, candidates=CANDIDATES[1:2], max_kl=1e9, max_missed=99, **options)
+        found.append(read_rows(tmp_path / folder / "rows.jsonl"))
+    assert found[0] == found[1]
+
+
+def test_labels_name_what_differs():
+    assert inner.label_of(SparseConfig(token_budget=64, refine_pages=96)) == "means 2 int8, max, 64, refine_pages=96"
+    assert inner.label_of(SparseConfig(page_size=8, kind="centroids")) == "centroids int8, blend, 832, page_size=8"
+
+
 def test_a_failure_leaves_no_configuration_of_an_earlier_run(loaded, tmp_path):
     model, tokens = loaded
     options = {"candidates": CANDIDATES[1:2], "out": tmp_path, **SIZES}
@@ -118,6 +144,15 @@ def test_default_candidates_are_different_and_dense_layers_come_where_there_are_
         ([1] * 400, {"max_kl": "a"}, "max_kl must be"),
         ([1] * 400, {"max_missed": -1}, "max_missed must be"),
         ([True] * 400, {}, "token_ids must be integers"),
+        ([], {}, "token_ids is empty"),
+        (None, {}, "token_ids must be integers .* got NoneType"),
+        ("a text", {}, "token_ids must be integers .* got str"),
+        (transformers.BatchEncoding({"input_ids": [1] * 400}), {}, "token_ids must be integers .* got BatchEncoding"),
+        (
+            [1] * 4000,
+            {"contexts": [160, 480]},
+            "contexts: 480 tokens and what is decoded after them are more than the model's 512",
+        ),
         ([10**6] * 400, {}, "token_ids must be below the model's"),
         ([1] * 400, {"out": __file__}, "out must be a folder"),
         ([1] * 400, {"candidates": [SparseConfig(reselect_every=2)]}, "reselect_every"),

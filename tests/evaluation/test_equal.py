@@ -28,6 +28,16 @@ def test_the_budget_whose_share_is_nearest(share, expected):
     assert abs(share(found) - 0.303) <= max(CLOSE * 0.303, abs(share(expected) - 0.303))
 
 
+def test_a_search_stays_within_the_candidates_of_two_levels(tiny, essays, tmp_path):
+    pytest.importorskip("matplotlib")
+    specs = ("a=tsattn:page_size=8,budget=128,recent=1", "b=tsattn:page_size=8,recent=1,refine_pages=8,budget=64")
+    grids = ["--contexts", "300", "--tasks", "text", "--continued", "8", "--equal-bytes"]
+    policies = [word for spec in specs for word in ("--policy", spec)]
+    assert main(["eval", "--model", str(tiny), "--out", str(tmp_path), *grids, *policies]) == 0
+    budgets = {row["policy"]: (row["config"] or {}).get("token_budget") for row in grid.read_rows(tmp_path / "rows.jsonl")}
+    assert (budgets["a"], budgets["b"]) == (128, 64)  # as near as it comes
+
+
 def test_a_comparison_at_equal_bytes(tiny, essays, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     names = ("paper:page_size=8", "streaming-llm", "h2o", "snapkv", "tova", "knorm", "random:page_size=4", "full")

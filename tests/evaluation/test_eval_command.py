@@ -195,6 +195,8 @@ def test_a_fact_and_a_text_of_ones_own(command, tmp_path, capsys):
         (["--contexts", "20"], "no room"),
         (["--text-file", "/does/not/exist"], "--text-file /does/not/exist: No such file"),
         (["--device", "foo"], "--device foo"),
+        (["--policy", "tsattn:budget=64,token_budget=32"], "token_budget is given twice"),
+        (["--policy", "tsattn:dtype=nn"], "got 'nn'"),
         (["--tasks", "text", "--seen", "--kinds", "rare"], "--kinds, --seen would be ignored: --tasks has no facts"),
         (["--tasks", "text", "--depths", "3"], "--depths would be ignored"),
         (["--tasks", "facts", "--continued", "9"], "--continued would be ignored: --tasks has no text"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -36,6 +36,13 @@ AT_ONCE = 4
 """Candidates that one reading of the second half serves."""
 MANY_LAYERS = 8
 """From so many full-attention layers on, leaving the first dense is cheap enough to be a candidate."""
+
+
+MARGIN = 64
+"""Tokens that a question and its answer may have."""
+NAMED = ("kind", "box_scale", "parts", "stats_dtype", "group_reduce", "token_budget", "dense_layers")
+UNNAMED = tuple(field.name for field in fields(SparseConfig) if field.name not in NAMED)
+"""Options that a label names where they aren't the defaults."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +95,9 @@ def label_of(config: SparseConfig) -> str:
     kind = {"minmax": f"box {config.box_scale:g}", "means": f"means {config.parts}"}.get(config.kind, config.kind)
     storage = "" if config.stats_dtype is None else f" {str(config.stats_dtype).removeprefix('torch.')}"
     dense = f", dense {'+'.join(map(str, config.dense_layers))}" if config.dense_layers else ""
-    return f"{kind}{storage}, {config.group_reduce}, {config.token_budget}{dense}"
+    default = SparseConfig()
+    others = [f", {name}={getattr(config, name)}" for name in UNNAMED if getattr(config, name) != getattr(default, name)]
+    return f"{kind}{storage}, {config.group_reduce}, {config.token_budget}{dense}{''.join(others)}"
 
 
 def run(
@@ -106,28 +115,34 @@ def run(
     progress: bool,
 ) -> SparseConfig:
     """See :func:`tsattn.calibrate`."""
-    if isinstance(contexts, int | str) or not list(contexts):
-        raise ValueError(f"contexts must be numbers of tokens, got {contexts!r}")
+    contexts = [] if isinstance(contexts, int | str) else list(dict.fromkeys(contexts))
+    if not contexts:
+        raise ValueError("contexts must be numbers of tokens, several in a list")
     for context in contexts:
         _whole("contexts", context, 2)
     for name, value, least in (("continued", continued, 2), ("pass_keys", pass_keys, 1), ("seed", seed, 0)):
         _whole(name, value, least)
     if isinstance(candidates, SparseConfig):
         raise TypeError("candidates must be several SparseConfigs, got one: put it into a list")
-    if out is not None and out.exists() and not out.is_dir():
-        raise ValueError(f"out must be a folder, {out} is a file")
+    if out is not None:
+        _check_folder(out)
     if model.training:
         raise ValueError("model is in training mode: call `model.eval()`")
     tokens = _tokens(token_ids)
     vocabulary = model.config.get_text_config().vocab_size
-    if not 0 <= min(tokens, default=0) <= max(tokens, default=0) < vocabulary:
+    if not 0 <= min(tokens) <= max(tokens) < vocabulary:
         raise ValueError(f"token_ids must be below the model's {vocabulary} tokens, got {min(tokens)} to {max(tokens)}")
+    name = Path(getattr(model, "name_or_path", "")).name or type(model).__name__
+    loaded = LoadedModel(model, tokenizer or _tokenizer_of(model), name)
+    if tokens[0] == loaded.tokenizer.bos_token_id:
+        tokens = tokens[1:]
+    most = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if most is not None and max(contexts) + max(continued, MARGIN) > most:
+        raise ValueError(f"contexts: {max(contexts)} tokens and what is decoded after them are more than the model's {most}")
     half, longest = len(tokens) // 2, max(contexts)
     if half < longest + continued:
         least = 2 * (longest + continued)
         raise ValueError(f"token_ids must hold at least {least} tokens for contexts of {longest}, got {len(tokens)}")
-    name = Path(getattr(model, "name_or_path", "")).name or type(model).__name__
-    loaded = LoadedModel(model, tokenizer or _tokenizer_of(model), name)
     configs = list(candidates) if candidates is not None else default_candidates(full_attention_layers(model.config))
     specs = _specs(configs)
     for spec in specs:
@@ -166,13 +181,31 @@ def run(
 
 
 def _tokens(token_ids: Any) -> list[int]:
-    ids = torch.as_tensor(token_ids)
+    try:
+        ids = torch.as_tensor(token_ids)
+    except (RuntimeError, TypeError, ValueError) as error:
+        kind = type(token_ids).__name__
+        raise ValueError(f"token_ids must be integers [L] or [1, L], as `tokenizer(text).input_ids` are, got {kind}") from error
+    if ids.numel() == 0:
+        raise ValueError("token_ids is empty")
     if ids.dim() == 2 and ids.shape[0] == 1:
         ids = ids[0]
-    if ids.dim() != 1 or ids.is_floating_point() or ids.dtype == torch.bool:
+    if ids.dim() != 1 or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise ValueError(f"token_ids must be integers [L] or [1, L], got {ids.dtype} {tuple(ids.shape)}")
     found: list[int] = ids.tolist()
     return found
+
+
+def _check_folder(out: Path) -> None:
+    """Refuse a folder whose files a run would lose."""
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"out must be a folder, {out} is a file")
+    path = out / "config.json"
+    try:
+        if path.exists():
+            SparseConfig.from_dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"out: {path} is no SparseConfig and would be replaced: choose another folder") from error
 
 
 def _tokenizer_of(model: Any) -> Any:

@@ -81,8 +81,8 @@ def equal_bytes(
 
         step = config.page_size if by_page else 1
         least = step * (config.sink_pages + config.recent_pages + 1) if by_page else 1
-        budget = budget_for(
-            read, goal, specs[0].config.token_budget, step=step, least=least, most=max(least, len(task.context))
-        )
+        most = len(task.context) if config.refine_pages is None else config.refine_pages * config.page_size
+        first = min(specs[0].config.token_budget, most)
+        budget = budget_for(read, goal, first, step=step, least=least, most=max(least, most))
         found.append(replace(spec, config=replace(config, token_budget=budget)))
     return found

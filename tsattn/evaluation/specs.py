@@ -55,6 +55,8 @@ def parse_spec(text: str) -> Spec:
         key = _SHORT.get(key.strip(), key.strip())
         if not separator or key not in _FIELDS:
             raise ValueError(f"{text!r}: {option!r} is no FIELD=VALUE of SparseConfig ({', '.join(_FIELDS)})")
+        if key in given:
+            raise ValueError(f"{text!r}: {key} is given twice")
         given[key] = _value(key, value.strip())
     base = BASES.get(name, SparseConfig)()
     return Spec(label or text, name, replace(base, **given))
@@ -62,7 +64,8 @@ def parse_spec(text: str) -> Spec:
 
 def _value(key: str, text: str) -> Any:
     if key == "stats_dtype":
-        return None if text == "None" else getattr(torch, text, text)
+        found = getattr(torch, text, None)
+        return None if text == "None" else found if isinstance(found, torch.dtype) else text
     if key == "dense_layers":
         return _numbers(key, text, "+")
     if key == "layer_budgets":
