@@ -43,7 +43,7 @@ SUMMARIES = {
     "box X=0.25": "kind=minmax,box_scale=0.25,dtype=None",
     "box X=0": "kind=minmax,box_scale=0,dtype=None",
 }
-REDUCTIONS = ("max", "mix", "blend", "softmax", "none")
+REDUCTIONS = ("max", "sum", "mix", "blend", "softmax", "none")
 WAYS = ("max", "mix", "softmax", "root", "blend")
 """To share a list."""
 BUDGETS = (128, 256, 512, 768, 1024, 2048)
