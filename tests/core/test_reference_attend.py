@@ -28,7 +28,7 @@ def lists(rows):
     return PageSelection(ids, torch.tensor([[len(pages) for pages in row] for row in rows], dtype=torch.int32))
 
 
-def judge(case, out, lse, visible, softmax_scale=None, **options):
+def assert_numpy_agrees(case, out, lse, visible, softmax_scale=None, **options):
     """Compare every head with the numpy oracle over ``visible(row, head)`` positions."""
     group = case.q.shape[1] // case.k_cache.shape[2]
     scale = case.q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale
@@ -65,14 +65,14 @@ def test_dense_equals_numpy_in_every_dtype(dtype):
     out, lse = attend(case)
     assert out.dtype == dtype
     assert lse.dtype == torch.float32
-    judge(case, out, lse, lambda r, h: range(int(case.seq_lens[r])))
+    assert_numpy_agrees(case, out, lse, lambda r, h: range(int(case.seq_lens[r])))
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.int8, torch.float8_e4m3fn])
 def test_quantised_cache_is_read_dequantised(kv_dtype):
     case = make_case([5, 40], kv_dtype=kv_dtype)
     out, lse = attend(case)
-    judge(case, out, lse, lambda r, h: range(int(case.seq_lens[r])))
+    assert_numpy_agrees(case, out, lse, lambda r, h: range(int(case.seq_lens[r])))
 
 
 @pytest.mark.parametrize("impl", ["reference", "torch", "triton"])
@@ -87,7 +87,7 @@ def test_logits_that_are_all_minus_infinity_are_empty_even_with_sinks(impl):
     assert_close(out[1], exact[1].double())
     assert_close(lse[1], exact_lse[1].double())
     case.k_cache[case.page_table[0, 0].long(), 2, :, 3] = 0.0  # one visible logit, and the sinks count again
-    judge(case, *attend(case, sinks=sinks, impl=impl), lambda r, h: [2] if r == 0 else range(20), sinks=sinks)
+    assert_numpy_agrees(case, *attend(case, sinks=sinks, impl=impl), lambda r, h: [2] if r == 0 else range(20), sinks=sinks)
 
 
 def test_options_follow_their_definitions():
@@ -95,7 +95,7 @@ def test_options_follow_their_definitions():
     sinks = torch.randn(6, generator=torch.Generator().manual_seed(1))
     for options in ({"softmax_scale": 0.3}, {"softcap": 2.0}, {"sinks": sinks}, {"softcap": 5.0, "sinks": sinks}):
         out, lse = attend(case, **options)
-        judge(case, out, lse, lambda r, h: range(int(case.seq_lens[r])), **options)
+        assert_numpy_agrees(case, out, lse, lambda r, h: range(int(case.seq_lens[r])), **options)
 
 
 @pytest.mark.parametrize("window", [1, 2, 15, 16, 17, 36, 37, 1000])
@@ -105,7 +105,7 @@ def test_a_window_shows_the_last_w_positions(window):
         # Pages wholly outside may be gone: their cells must not be read.
         case.page_table[r, : max(0, length - window) // 16] = -7
     out, lse = attend(case, window=window)
-    judge(case, out, lse, lambda r, h: range(max(0, int(case.seq_lens[r]) - window), int(case.seq_lens[r])))
+    assert_numpy_agrees(case, out, lse, lambda r, h: range(max(0, int(case.seq_lens[r]) - window), int(case.seq_lens[r])))
 
 
 @pytest.mark.parametrize("per_head", ["kv", "query"])
@@ -120,13 +120,13 @@ def test_only_listed_pages_are_read(per_head):
         pages = rows[r][h if per_head == "query" else h // 2]
         return [p for n in pages for p in range(16 * n, min(16 * n + 16, int(case.seq_lens[r])))]
 
-    judge(case, out, lse, visible)
+    assert_numpy_agrees(case, out, lse, visible)
 
 
 def test_listed_pages_and_a_window_meet():
     case = make_case([100], heads_kv=1, group=2)
     out, lse = attend(case, lists([[[0, 4, 6]]]), window=30)
-    judge(case, out, lse, lambda r, h: [*range(70, 80), *range(96, 100)])
+    assert_numpy_agrees(case, out, lse, lambda r, h: [*range(70, 80), *range(96, 100)])
 
 
 def test_ids_outside_the_row_are_skipped():
