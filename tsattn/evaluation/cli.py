@@ -203,15 +203,14 @@ def _measure(args: argparse.Namespace, specs: list[Spec]) -> None:
     rounds = _rounds(args, loaded, paragraphs)
     if rounds:
         print(f"eval: {rounds}", file=sys.stderr)
-    rows, budgets, fitted = [], [], "context" if args.longbench is None else "question"
+    rows, budgets = [], []
     for group in _groups(args, tasks):
         if args.equal_bytes:
             specs = equal.equal_bytes(loaded.model, group[0], specs, prefill_chunk=args.prefill_chunk)
             budgets.append(", ".join(f"{spec.label} {spec.config.token_budget:,}" for spec in specs if spec.name != "full"))
-            budgets[FEW_BUDGETS:] = ["..."] if len(budgets) > FEW_BUDGETS else []
         rows += grid.measure_grid(loaded.model, group, specs, path=path, prefill_chunk=args.prefill_chunk)
     about = {
-        **({f"budgets of equal bytes, by {fitted}": "; ".join(budgets)} if budgets else {}),
+        **_said_of(budgets, "context" if args.longbench is None else "question"),
         **({"text": rounds} if rounds else {}),
         "model": f"{loaded.name}, {str(dtype).removeprefix('torch.')} on {device.type}",
         "torch": torch.__version__,
@@ -220,6 +219,12 @@ def _measure(args: argparse.Namespace, specs: list[Spec]) -> None:
     written = report.write(rows, args.out, about)
     print(report.markdown(rows, about))
     print(f"Written: {', '.join(map(str, [path, *written]))}")
+
+
+def _said_of(budgets: list[str], group: str) -> dict[str, str]:
+    """What a report says of the budgets that were chosen: those of the first groups of tasks; nothing if there are none."""
+    more = ["..."] if len(budgets) > FEW_BUDGETS else []
+    return {f"budgets of equal bytes, by {group}": "; ".join([*budgets[:FEW_BUDGETS], *more])} if budgets else {}
 
 
 def _groups(args: argparse.Namespace, tasks: list[Any]) -> list[list[Any]]:

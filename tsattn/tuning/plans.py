@@ -1,22 +1,8 @@
 """Which fusion of a decode step to take, as data.
 
-Modelled, not measured: the times behind the table are an estimate for one H200 (4.3 TB/s, 132 SMs, 1.5 us per launch in a
-CUDA graph, 2 us of latency per kernel, 1 us per handoff; HKV = 8, D = 128, S = 16, bf16, 2,048 tokens kept, min/max
-statistics), in us, from perf/results/model/h200.json:
-
-    rows, tokens     separate    two    ticket    row
-    1,   8K                18     13        11     28
-    1,   32K               20     15        14     43
-    1,   128K              30     25        23    103
-    4,   8K                26     21        19     28
-    4,   32K               33     28        26     43
-    4,   128K              61     56        55    103
-    16,  8K                57     52        51     47
-    16,  32K               83     78        77     73
-    16,  128K             187    182       181    177
-    64,  8K               187    182       177    182
-    64,  32K              291    286       279    289
-    64,  128K             707    702       686    718
+Modelled, not measured: the times behind the table are an estimate for one H200 by perf/model.py (HKV = 8, D = 128, S = 16,
+bf16, 2,048 tokens kept, min/max statistics, a CUDA graph). They are in perf/results/model/h200.json, and docs/performance.md
+shows them.
 
 The model can't tell plans apart that are within 3 us or 10%; of those the simplest is taken, in the order separate, two,
 ticket, row. In one place that isn't so: with 128 (row, KV head) pairs, which fill 128 of the 132 SMs, "row" is up to 6 us
