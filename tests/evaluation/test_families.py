@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from tests.evaluation.tiny import save_tiny_gguf, save_tiny_model
+from tests.evaluation.tiny import GGUF_FAMILIES, save_tiny_gguf, save_tiny_model
 from tsattn.__main__ import main
 from tsattn.evaluation import grid, needles
 from tsattn.policies import POLICIES
@@ -76,7 +76,8 @@ def test_every_policy_and_evaluation(family, longbench, essays, tmp_path):
     assert {row["task"]["dataset"] for row in rows} == {"hotpotqa", "trec"}
 
 
-def test_a_gguf_file(essays, tmp_path):
+@pytest.mark.parametrize("family", GGUF_FAMILIES)
+def test_a_gguf_file(family, essays, tmp_path):
     pytest.importorskip("gguf")
-    save_tiny_gguf(tmp_path / "tiny.gguf")
+    save_tiny_gguf(tmp_path / "tiny.gguf", family)
     check(evaluate(tmp_path / "tiny.gguf", tmp_path / "out", "--contexts", "300", "--kinds", "rare", *FEW), 2)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.evaluation.real import needs_the_real_model
-from tests.evaluation.tiny import save_tiny_gguf, save_tiny_model
+from tests.evaluation.tiny import GGUF_FAMILIES, save_tiny_gguf, save_tiny_model
 from tsattn.evaluation import model
 
 
@@ -109,11 +109,12 @@ def test_the_real_model_finds_the_pass_key_in_few_pages(tmp_path):
     assert sparse["share"] < 0.15
 
 
-def test_a_gguf_file_is_a_model(tmp_path):
+@pytest.mark.parametrize("family", GGUF_FAMILIES)
+def test_a_gguf_file_is_a_model(family, tmp_path):
     pytest.importorskip("gguf")
     path = tmp_path / "tiny" / "tiny.gguf"
     path.parent.mkdir()
-    original = save_tiny_gguf(path)
+    original = save_tiny_gguf(path, family)
     where = {"cache": tmp_path, "dtype": torch.float32, "device": torch.device("cpu")}
     ids = torch.arange(3, 90)[None]
     for source in (path, path.parent):
@@ -121,8 +122,8 @@ def test_a_gguf_file_is_a_model(tmp_path):
         assert loaded.name == source.name
         assert loaded.decode(loaded.encode("Key 17.")) == "Key 17."
         assert torch.equal(loaded.model(input_ids=ids).logits, original(input_ids=ids).logits)
-    for lost in ("blk.1.attn_q.weight", "token_embd.weight"):  # Transformers would make up what is missing
-        save_tiny_gguf(tmp_path / "part.gguf", without=lost)
+    for lost in ("blk.1.ffn_up.weight", "token_embd.weight"):  # Transformers would make up what is missing
+        save_tiny_gguf(tmp_path / "part.gguf", family, without=lost)
         with pytest.raises(ValueError, match="it lacks the tensor"):
             model.load(tmp_path / "part.gguf", **where)
     (path.parent / "other.gguf").write_bytes(b"GGUF")

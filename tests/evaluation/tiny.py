@@ -33,38 +33,49 @@ def save_tiny_model(folder, name="gemma3"):
     return folder
 
 
-_GGUF_NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-}
+GGUF_FAMILIES = ("qwen2", "llama", "gpt2")
 
 
-def save_tiny_gguf(path, without=None):
-    """A random Qwen2 model with the same tokenizer as a GGUF file, maybe without one tensor; the model."""
-    import gguf
+def _gguf_model(family):
     import transformers as tf
 
+    if family == "gpt2":  # Transformers takes any such file for one of 1,024 positions, its default
+        return tf.GPT2LMHeadModel(tf.GPT2Config(vocab_size=SIZES["vocab_size"], n_embd=64, n_layer=2, n_head=4, **TOKENS))
+    if family == "llama":
+        return tf.LlamaForCausalLM(tf.LlamaConfig(**SIZES, **TOKENS))
+    return tf.Qwen2ForCausalLM(tf.Qwen2Config(**SIZES, **TOKENS))
+
+
+def _stored(name, tensor, family, config):
+    """A tensor as a GGUF file of its family holds it."""
+    if family == "gpt2" and tensor.ndim == 2 and ".h." in name:
+        return tensor.T.contiguous()  # Conv1D has its weights the other way round
+    heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(name.split(".")[-2])
+    if family == "llama" and heads is not None:  # The halves that rotate together lie side by side.
+        heads = getattr(config, heads)
+        return tensor.reshape(heads, 2, -1, tensor.shape[1]).transpose(1, 2).reshape(tensor.shape).contiguous()
+    return tensor
+
+
+def save_tiny_gguf(path, family="qwen2", without=None):
+    """A random model with the same tokenizer as a GGUF file, maybe without one tensor; the model."""
+    import gguf
+
     torch.manual_seed(99)
-    model = tf.Qwen2ForCausalLM(tf.Qwen2Config(**SIZES, **TOKENS)).eval().requires_grad_(False)
-    config, writer = model.config, gguf.GGUFWriter(path, "qwen2")
+    model = _gguf_model(family).eval().requires_grad_(False)
+    config, writer = model.config, gguf.GGUFWriter(path, family)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    if family == "gpt2":
+        writer.add_feed_forward_length(4 * config.hidden_size)
+        writer.add_layer_norm_eps(config.layer_norm_epsilon)
+    else:
+        writer.add_feed_forward_length(config.intermediate_size)
+        writer.add_head_count_kv(config.num_key_value_heads)
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+        writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_vocab_size(config.vocab_size)
     words = [{" ": "\u0120", "\n": "\u010a"}.get(piece, piece) for piece in PIECES]
     words += ["qx", *(f"<{i}>" for i in range(config.vocab_size - len(words) - 1))]  # a merge needs a word
@@ -74,15 +85,12 @@ def save_tiny_gguf(path, without=None):
     writer.add_bos_token_id(PIECES.index("<bos>"))
     writer.add_eos_token_id(PIECES.index("<eos>"))
     writer.add_unk_token_id(PIECES.index("<unk>"))
+    names = gguf.get_tensor_name_map(next(a for a, n in gguf.MODEL_ARCH_NAMES.items() if n == family), config.num_hidden_layers)
+    tied = {"lm_head.weight"} if family == "gpt2" else set()
     for name, tensor in model.state_dict().items():
-        part, _, what = name.rpartition(".")
-        if part in _GGUF_NAMES:
-            there = _GGUF_NAMES[part]
-        else:
-            _, _, layer, part = part.split(".", 3)
-            there = f"blk.{layer}.{_GGUF_NAMES[part]}"
-        if f"{there}.{what}" != without:
-            writer.add_tensor(f"{there}.{what}", tensor.numpy())
+        there = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if name not in tied and there != without:
+            writer.add_tensor(there, _stored(name, tensor, family, config).numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
